@@ -1,24 +1,25 @@
 """The peak memory of a measured training step over that of the plain step, at a length where a T×T matrix would show.
 
-Each of the two runs in a process of its own, as the peak of a process never falls. A step is forward, backward and
-AdamW of a few blocks whose attention is torch's SDPA. What the process holds before its first step is left out, so the
-figure is that of gradients, optimizer states and activations. Every step of the watched process is measured, with all
-statistics; its first one looks for attention as well.
+A step is forward, backward and AdamW of a few blocks whose attention is torch's SDPA. Counted is what torch's allocator
+hands out for tensors in the step, by its own profiler, so the figure has no noise and does not depend on what the
+process has loaded. Every step of the watched model is measured, with all statistics; its first one looks for attention
+as well.
 
 python -m benchmarks.peak_memory [--length 8192]
 """
 
 from __future__ import annotations
 
-import resource
-import subprocess
-import sys
+import json
+import tempfile
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import qkeel
 from benchmarks.measure import Bench
@@ -42,48 +43,50 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def peak(length: int, *, watched: bool) -> int:
-    """Returns by how many bytes the memory of this process grows over a few training steps, at most."""
+def allocated(recorded: profile) -> int:
+    """Returns the largest number of bytes that tensors held at once in a profile, beyond those held before it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        recorded.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    memory = [event["args"] for event in events if event["name"] == "[memory]"]
+    before = memory[0]["Total Allocated"] - memory[0]["Bytes"]
+    return max(event["Total Allocated"] for event in memory) - before
+
+
+def peaks(length: int, *, watched: bool) -> list[int]:
+    """Returns the peak of each of a few training steps, in bytes."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     model = nn.Sequential(*[Block() for _ in range(LAYERS)])
     optimizer = torch.optim.AdamW(model.parameters())
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    steps = []
     with qkeel.watch(model, optimizer) if watched else nullcontext():
         for _ in range(STEPS):
-            model(torch.randn(1, length, WIDTH)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    # Kilobytes on Linux, bytes on macOS.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-
-
-def in_a_process(length: int, *, watched: bool) -> int:
-    """Returns `peak`, from a new process."""
-    command = [sys.executable, "-m", "benchmarks.peak_memory", "--length", str(length)]
-    command += ["--peak", "watched" if watched else "plain"]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return int(out.split()[-1])
+            with profile(
+                activities=[ProfilerActivity.CPU], profile_memory=True
+            ) as recorded:
+                model(torch.randn(1, length, WIDTH)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            steps.append(allocated(recorded))
+    return steps
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the peaks and their ratio."""
     flags = {
         "--length": {"type": int, "default": 8192, "help": "tokens of the sequence"},
-        "--peak": {"choices": ("plain", "watched"), "help": "of this process alone"},
     }
     bench = Bench("peak_memory", __doc__, arguments, rounds=None, flags=flags)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     length = 256 if bench.toy else bench.options.length
-    if bench.options.peak:
-        warnings.simplefilter("ignore")
-        print(peak(length, watched=bench.options.peak == "watched"))
-        return
-    measure = peak if bench.toy else in_a_process
-    plain, watched = (max(1, measure(length, watched=x)) for x in (False, True))
-    values = {"plain, MB": plain / 1e6, "measured, MB": watched / 1e6}
-    values |= {"ratio": watched / plain, "goal": GOAL}
-    bench.numbers(f"peak of a step over {length:,} tokens", values)
+    plain, measured = (peaks(length, watched=watched) for watched in (False, True))
+    values = {"plain, MB": max(plain) / 1e6}
+    for step, (without, with_) in enumerate(zip(plain, measured), 1):
+        values |= {f"measured, step {step}, MB": with_ / 1e6}
+        values |= {f"ratio, step {step}": with_ / without}
+    bench.numbers(f"peak of a step over {length:,} tokens", values | {"goal": GOAL})
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 
 _IMPORTED_ONCE = (
     "qkeel.lab.execute",
+    "qkeel.cli.watch",
     "qkeel.remedies",
     "qkeel.monitor.monitor",
     "pytest",

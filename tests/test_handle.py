@@ -16,6 +16,9 @@ def test_remove_undoes_once():
     handle.remove()
     assert log == ["undone"]
     assert not handle.active
+    assert repr(handle) == "<Handle: removed>"
+    handle.about = "qk_norm"
+    assert repr(handle) == "<Handle of qk_norm: removed>"
 
 
 def test_leaving_the_block_undoes_even_after_an_error():

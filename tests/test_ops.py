@@ -5,7 +5,7 @@ import torch
 
 from qkeel import attention, preset
 from qkeel.errors import RefusedError, UnknownNameError
-from qkeel.ops import KERNELS, choose
+from qkeel.ops import KERNELS, choose, run, run_with_weights
 from qkeel.spec import AttentionSpec, Sigmoid, Softcap
 from qkeel.spec.call import make_call
 
@@ -24,6 +24,14 @@ def test_output_keeps_shape_and_dtype_of_the_queries():
             out = attention(q, k, v, spec=SPEC, params=PARAMS, impl=impl)
             assert out.shape == (2, 4, 5, 6)
             assert out.dtype == dtype
+
+
+def test_the_weights_are_those_that_make_the_output():
+    call = make_call(SPEC, Q, K, V, params=PARAMS)
+    out, weights = run_with_weights(call)
+    torch.testing.assert_close(out, run(call))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 5))
+    torch.testing.assert_close(weights @ V.repeat_interleave(2, 1), out)
 
 
 def test_causal_is_the_default():

@@ -36,7 +36,8 @@ from qkeel.errors import (
 from qkeel.handle import Handle, State, compose, under
 from qkeel.metrics import Row
 from qkeel.monitor import Cadence, PlannedRates, Sink, thresholds
-from qkeel.monitor.history import Forecast, History
+from qkeel.monitor.forecast import Forecast
+from qkeel.monitor.history import History
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.record import Sample
 from qkeel.monitor.recording import Recording
@@ -86,6 +87,9 @@ class Action(StrEnum):
 
     WATCH: measure more often. CLIP: qk_clip on heads. RATES: lalr, lower rates for the q and k weights of heads. NONE: no
     action is left.
+
+    >>> Action("qk_clip") is Action.CLIP
+    True
     """
 
     WATCH = "watch_closer"
@@ -118,7 +122,12 @@ class Refused:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """An action at one site, or the end of the closer watch."""
+    """An action at one site, or the end of the closer watch.
+
+    >>> decision = Decision(step=40, action=Action.CLIP, site="attn", heads=(1,), rule="", reason="max logit 120")
+    >>> print(decision)
+    autopilot at step 40, attn, head 1: qk clip: max logit 120
+    """
 
     step: int  #: number of completed optimizer steps at the decision
     action: Action  #: the action to take or to release
@@ -261,6 +270,9 @@ class Ladder:
 
     A remedy stays until the end of the run, because matched steps would become long again without it. The closer watch
     ends after `calm` records in which nothing grows and no action is active.
+
+    >>> Ladder(threshold=50.0).patience
+    3
     """
 
     threshold: Positive = 15.0
@@ -283,6 +295,7 @@ class Ladder:
             return ()
         step = _Step(self, records)
         alarm = None
+        # The first rule that fires gives the reason: RULES has those that look ahead before those that look back.
         for rule in RULES:
             alarm = alarm or rule.check(history)
         return (*step.watch(), *step.clips(alarm), *step.not_enough())
@@ -364,6 +377,7 @@ class _Step:
             high = self.logits[i] > self.ladder.threshold
             high = high | self.rising[i] if is_begun else high
             heads = set(np.flatnonzero(high[: site.n_heads]).tolist())
+            # `fmax` passes over the NaN of heads that this layer does not have.
             largest = f"max logit {float(np.fmax.reduce(self.logits[i])):,.4g}"
             rule, reason = "outlook of each head", f"{largest}; {self.outlook}"
             if alarm is not None:
@@ -407,6 +421,7 @@ class _Step:
             if not held or self._records_since(held[0], site.name) < wait:
                 continue
             largest, entropy = float(np.fmax.reduce(self.logits[i])), np.nan
+            # numpy warns of a mean of nothing.
             if entropies is not None and np.isfinite(entropies[-1, i]).any():
                 entropy = float(np.nanmean(entropies[-1, i].astype(np.float64)))
             reason = ""
@@ -429,6 +444,7 @@ class _Step:
 
     def _records_since(self, action: Action, site: str | None) -> int:
         """Returns the number of records since the last decision for this action at this site (None for the model)."""
+        # If there was no such decision, every record counts.
         steps = [-1]
         for d in self.records.decisions:
             if not d.release and (d.action, d.site) == (action, site):
@@ -791,6 +807,7 @@ class Autopilot(Handle):
         facts: Row = {"policy": self.spec, "begun": self.sites is not None}
         arrays: dict[str, np.ndarray] = {}
         tensors = {f"monitor/{name}": x for name, x in self.monitor.state().items()}
+        # Decisions come a step after the measurement, so a checkpoint may fall between the two.
         if (sample := self._next_sample(lag=0)) is not None:
             arrays |= {f"coming/{name}": x for name, x in sample.heads.items()}
             facts["coming"] = {
@@ -813,6 +830,7 @@ class Autopilot(Handle):
             }
         text = json.dumps(facts, default=list).encode()
         arrays["about"] = np.frombuffer(text, dtype=np.uint8)
+        # `frombuffer` gives read-only memory, and the records are views of buffers that the run goes on filling.
         return tensors | {
             name: torch.from_numpy(x.copy()) for name, x in arrays.items()
         }
@@ -829,6 +847,7 @@ class Autopilot(Handle):
             raise InvalidValueError(
                 f"expected the result of an autopilot's state_dict(), got {list(state)[:5]}"
             ) from error
+        # Before the first record, optimizers may still be added, so a state of that time names no number.
         n_optimizers = facts.get("optimizers", len(self.optimizers))
         if spec != self.spec or n_optimizers != len(self.optimizers):
             raise InvalidValueError(
@@ -843,6 +862,8 @@ class Autopilot(Handle):
         decisions = [Decision.of(row) for row in facts["decisions"]]
         refused = [Refused(**row) for row in facts["refused"]]
         active = active_actions(decisions, refused)
+        # Without a first training pass, sites are found with a batch, which not every caller has: only remedies ask
+        # for them.
         needs_sites = any(action in WITH_REMEDY for action, _ in active)
         self._start(
             [SiteFacts(**row) for row in facts["sites"]],
@@ -858,6 +879,7 @@ class Autopilot(Handle):
             self._carried = Sample(**about, heads=coming)
         self.recording.load(history)
         self.events, self.monitor.closer = list(facts["events"]), facts["closer"]
+        # A resume that fails must not leave half of the remedies on the model.
         try:
             for action, _, reason in self.remedies.set(active):
                 raise RefusedError(

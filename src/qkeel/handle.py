@@ -46,6 +46,7 @@ class Handle:
 
     def remove(self) -> None:
         """Undoes the change; further calls do nothing."""
+        # Cleared first, as what `undo` calls may call `remove` again.
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()

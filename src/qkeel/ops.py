@@ -154,6 +154,7 @@ def _with_maxima(call: AttentionCall, impl: str) -> tuple[Tensor, LogitStats]:
     if isinstance(kernel, Native):
         out, rows = kernel.with_rows(call)
         return out, stats_of_rows(call, rows)
+    # Under a cap, FlexAttention's maxima are those of the capped logits, not of what is asked for.
     if isinstance(kernel, Flex) and call.spec.cap.limit is None:
         out, _, largest = kernel.with_maxima(call)
         return out, extreme_stats(largest)

@@ -183,6 +183,7 @@ def checked(value: Any, kind: Any, name: str) -> Any:
         raise InvalidValueError(
             f"expected {name} between -2^53 and 2^53, which JSON holds exactly, got {value}"
         )
+    # The name of a file may hold bytes that are no UTF-8; they arrive as lone surrogates, which no file in UTF-8 can hold.
     if (
         isinstance(value, str)
         and value.encode("utf-8", "replace").decode("utf-8") != value

@@ -18,6 +18,7 @@ from qkeel.records.disk import refuse_path
 
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# A zip file, as torch.save writes it, and pickles of the protocols 2 to 5.
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 # Bytes that are read through one memory map.
 REMAP = 1 << 25
@@ -185,6 +186,7 @@ def _json(file: Path) -> dict[str, Any]:
         text = file.read_bytes()
     try:
         value = json.loads(text)
+    # Brackets without end make the parser run out of stack instead.
     except (ValueError, RecursionError) as failure:
         raise DataError(
             f"{file} is not complete JSON ({failure}); restore it"

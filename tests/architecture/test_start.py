@@ -40,13 +40,17 @@ for found in distributions():
         top = line.partition(",")[0].partition("/")[0].partition(".")[0]
         homes.setdefault(top, set()).add(owner)
 
+asked = set()
+
 class Hide:
-    # A finder that does not find what is not allowed.
+    # A finder that does not find what is not allowed, and notes what it was asked for.
     def __init__(self, finder):
         self.finder = finder
 
     def find_spec(self, name, path=None, target=None):
-        owners = homes.get(name.partition(".")[0], set())
+        top = name.partition(".")[0]
+        asked.add(top)
+        owners = homes.get(top, set())
         if owners and not owners & allowed:
             return None
         return self.finder.find_spec(name, path, target)
@@ -71,15 +75,38 @@ def run(code, *words):
 
 ROOMS = ("lab", "report", "records", "metrics", "integrations")
 
-USE = f"""
+IMPORTS = """
 try:
     import rich
 except ModuleNotFoundError as error:
     print(error)
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+asked.clear()
+computed = []
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        computed.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+with Watch():
+    import qkeel
+    from qkeel import AttentionSpec, apply, attention, find_sites, nn, preset, presets, reference, watch
+    rooms = ("qkeel.lab", "qkeel.report", "qkeel.cli", "qkeel.integrations")
+    slow = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
+    print([name for name in (*rooms, *slow) if name in sys.modules])
+    from qkeel import remedies
+    import qkeel.lab, qkeel.report, qkeel.integrations
+print(computed)
+spec, q = preset("qwen3"), torch.randn(1, 2, 3, 8)
+attention(q, q, q, spec=spec, params=spec.init_params(2, 2, 8), stats="max")
+print(sorted(asked & {"transformers", "rich", "cyclopts", "joblib", "triton", *OUTSIDE}))
+"""
+USE = f"""
 import logging
 logging.basicConfig(level=logging.INFO)
-import torch, qkeel
 with qkeel.sites.Tap(torch.nn.Linear(1, 1)):
     pass
 q = torch.randn(1, 2, 4, 8)
@@ -111,14 +138,21 @@ print("make gpu")
 def test_qkeel_and_its_rooms_work_with_its_four_dependencies_alone(
     tmp_path,
 ):
-    """And nothing lands in the host's log."""
+    """And importing them asks for nothing else, computes no tensor, and nothing lands in the host's log."""
     assert all(
         (PACKAGE / room).exists() or (PACKAGE / f"{room}.py").exists() for room in ROOMS
     )
-    blocked, used, *rooms, trained, benchmarks = run(
-        BLOCKED + USE, str(tmp_path / "s")
+    imports = IMPORTS.replace("OUTSIDE", str(list(OUTSIDE)))
+    blocked, loaded, computed, asked, used, *rooms, trained, benchmarks = run(
+        BLOCKED + imports + USE, str(tmp_path / "s")
     ).splitlines()
     assert blocked == "No module named 'rich'", "the block does not block"
+    # torch's compiler alone would double the time of the import, sharding take half as long.
+    assert loaded == "[]"
+    assert computed == "[]"
+    assert asked == "[]", (
+        "the table of integrations imports no tracker, a CPU no Triton"
+    )
     assert used == "1 True True"
     assert rooms == list(ROOMS)
     assert trained == "done", "the lab trains"
@@ -128,50 +162,6 @@ def test_qkeel_and_its_rooms_work_with_its_four_dependencies_alone(
 def test_the_report_imports_without_torch():
     code = "import sys; sys.modules['torch'] = None; import qkeel.report; print('ok')"
     assert run(code) == "ok"
-
-
-IMPORTS = """
-import sys
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-seen = []
-class Watch(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-with Watch():
-    import qkeel
-    from qkeel import AttentionSpec, apply, attention, find_sites, nn, preset, presets, reference, watch
-    rooms = ("qkeel.lab", "qkeel.report", "qkeel.cli", "qkeel.integrations")
-    extra = (*rooms, "transformers", "rich", "cyclopts", "joblib")
-    slow = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
-    loaded = [name for name in (*extra, *slow) if name in sys.modules]
-    from qkeel import remedies
-    import qkeel.lab, qkeel.report
-print(loaded)
-print(seen)
-
-import qkeel.integrations
-print([name for name in TRACKERS if name in sys.modules])
-spec, q = preset("qwen3"), torch.randn(1, 2, 3, 8)
-attention(q, q, q, spec=spec, params=spec.init_params(2, 2, 8), stats="max")
-print("triton" in sys.modules)
-"""
-
-
-def test_importing_qkeel_loads_nothing_it_does_not_need_and_computes_no_tensor():
-    trackers = repr(sorted(OUTSIDE.values()))
-    loaded, computed, tracking, triton = run(
-        IMPORTS.replace("TRACKERS", trackers)
-    ).splitlines()
-    assert (
-        loaded == "[]"
-    )  # torch's compiler alone would double the time of the import, sharding take half as long
-    assert computed == "[]"
-    assert tracking == "[]", "the table of integrations imports no tracker"
-    assert triton == "False", "attention on a CPU needs no Triton"
 
 
 def test_every_public_name_is_there():

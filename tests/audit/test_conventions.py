@@ -1,22 +1,17 @@
 """For every model type that `check` may call healthy by its weights, the bounds of a scan hold and say something."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
 from qkeel.audit.checkpoint_config import VERIFIED
 from qkeel.audit.scan import scan
 
-SIZES: Mapping[str, Any] = {
+SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -67,7 +62,7 @@ OWN = {
     "bos_token_id": 1,
 }
 # Model type, and the options in which its models differ in what a bound needs.
-CASES: tuple[tuple[str, dict[str, Any]], ...] = (
+CASES = (
     ("llama", {"attention_bias": True}),
     ("llama", {"rope_parameters": YARN}),
     ("mistral", {"head_dim": 8}),
@@ -182,12 +177,9 @@ def test_every_type_whose_bounds_count_as_verified_is_compared_here():
     assert {kind for kind, _ in CASES} == VERIFIED
 
 
-Largest = dict[str, Tensor]
-
-
 def logits(model, tokens):
     """The largest |logit| of each head [heads], by module, in float64, from the q and k that arrive at attention."""
-    seen: Largest = {}
+    seen = {}
     names = {module: name for name, module in model.named_modules()}
 
     def attention(

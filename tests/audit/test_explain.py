@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 from qkeel.audit import Explanation
 from qkeel.audit.recipes import compress
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "hidden_size": 32,
     "intermediate_size": 16,
     "num_hidden_layers": 1,
@@ -48,8 +46,7 @@ NONE = ("none", "", None, "none", False, "")
 ROPE = (8, "half", 1e4)
 # Per architecture its sizes, and of each attention: the norm of q (kind, over, eps, gain, bias, order), the rotation
 # (dims, pairing, base), scale, cap and heads of keys. From the modeling files of transformers 5.23.
-Recipe = tuple[Any, ...]
-ARCHITECTURES: dict[str, tuple[dict[str, Any], list[Recipe]]] = {
+ARCHITECTURES = {
     "Llama": (GROUPED, [(NONE, ROPE, 8**-0.5, None, 2)]),
     "Qwen3": (
         {**GROUPED, "head_dim": 16},
@@ -151,7 +148,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], list[Recipe]]] = {
     ),
 }
 IDS = torch.randint(4, 32, (2, 12), generator=torch.Generator().manual_seed(0))
-BATCHES: Mapping[str, Any] = {
+BATCHES = {
     "T5": {"input_ids": IDS, "decoder_input_ids": IDS},
     "Swinv2": torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
 }
@@ -197,6 +194,7 @@ def test_what_only_some_architectures_have_is_found():
     (opt,) = sites_of("OPT")  # the scale is folded into q
     assert opt.query.factor == pytest.approx(8**-0.5, rel=1e-4)
     assert opt.total_scale == pytest.approx(8**-0.5, rel=1e-4)
+    assert not any("times the usual" in line for line in opt.lines())
     (deepseek,) = sites_of("DeepseekV3")
     latent = "8 from kv_b_proj + 4 from kv_a_proj_with_mqa, one key for all heads"
     assert latent in deepseek.latent
@@ -213,9 +211,6 @@ def rope(x):
     c, s = angle.cos()[:, None], angle.sin()[:, None]
     a, b = x.chunk(2, -1)
     return torch.cat([a * c + b * s, b * c - a * s], -1)
-
-
-Step = Callable[[Tensor, nn.Module], Tensor]
 
 
 class ByHand(nn.Module):

@@ -1,9 +1,5 @@
 """`attention_maps`: the weights that eager attention has, of fused kernels too, head by head and row by row."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -160,7 +156,7 @@ def test_weights_are_computed_in_blocks_of_rows(
     torch.testing.assert_close(attention_maps(model, x)[""], whole)
 
 
-REFUSED: list[tuple[dict[str, Any], type[Exception]]] = [
+REFUSED = [
     ({"layers": ["attn"]}, UnknownNameError),
     ({"heads": [2]}, InvalidValueError),
     ({"rows": [4]}, InvalidValueError),

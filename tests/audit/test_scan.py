@@ -1,21 +1,16 @@
 """A scan gives the numbers of float64 linear algebra on the weights that make each head."""
 
-from __future__ import annotations
-
+import dataclasses
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from audit.models import CONFIGS, projections, save
 from qkeel.audit import Geometry, as_json, scan, table
-
-Tensors = Mapping[str, Tensor]
+from qkeel.audit.check import of_scan
 
 
 def scanned(
@@ -68,6 +63,21 @@ def test_norms_of_every_head_equal_float64_singular_values(name, tmp_path):
             torch.testing.assert_close(
                 exact(getattr(site, column)), values, rtol=1e-9, atol=0
             )
+
+
+def test_a_bound_is_the_gains_where_there_are_gains_and_the_layers_where_each_head_has_one(
+    tmp_path,
+):
+    found = scanned(tmp_path, pair(), config={"num_attention_heads": 0, "n_head": 2})
+    (site,) = found.sites
+    bounds = {"gain_bound": (2.0, math.nan), "logit_bound": (3.0, 4.0)}
+    both = dataclasses.replace(site, **bounds)
+    assert both.bounds() == [2.0, 4.0]
+    one = dataclasses.replace(both, logit_bound=(3.0, math.nan))
+    for sites, largest in (((both,), 4.0), ((one, both), 4.0), ((one,), math.nan)):
+        health = of_scan(dataclasses.replace(found, sites=sites))
+        assert health.largest == pytest.approx(largest, nan_ok=True)
+    assert health.rows == ((site.name, "-", "q, k norm", "0"),)
 
 
 @pytest.mark.parametrize(("kind", "offset"), [("qwen3", 0.0), ("gemma3_text", 1.0)])
@@ -149,7 +159,7 @@ def test_a_head_that_stands_out_is_marked(tmp_path):
 QUANTISED = torch.eye(32).to(torch.float8_e4m3fn)
 FUSED = {"attn.query_key_value.weight": torch.ones(96, 32)}
 # The tensors, the flags and the config of what cannot be read, and words of the reason.
-UNKNOWN: dict[str, tuple[Tensors, Geometry | None, Mapping[str, Any] | None, str]] = {
+UNKNOWN = {
     "no heads": (pair(), None, {}, "--n-heads"),
     "no order": (FUSED, Geometry(n_heads=4), {}, "--layout"),
     "other heads": (pair(), Geometry(n_heads=5), {}, "5 heads"),
@@ -194,12 +204,21 @@ UNKNOWN: dict[str, tuple[Tensors, Geometry | None, Mapping[str, Any] | None, str
         None,
         "quantised",
     ),
-    "an adapter": (
-        pair() | {"attn.q_proj.lora_A.weight": torch.ones(2, 32)},
-        None,
-        None,
-        "low-rank adapter beside it",
-    ),
+    **{
+        f"an adapter: {leaf}": (
+            pair() | {f"attn.q_proj.{leaf}": torch.ones(2, 32)},
+            None,
+            None,
+            "adapter beside it",
+        )
+        for leaf in (
+            "lora_A.weight",
+            "lora_A.another.weight",
+            "lora_B",
+            "lora_down.weight",
+            "hada_w1_a",
+        )
+    },
     "an adapter alone": (
         {"attn.q_proj.lora_A.weight": torch.ones(2, 32)},
         None,
@@ -230,7 +249,7 @@ def test_what_cannot_be_read_is_listed_with_the_reason(name, tmp_path):
 
 NORM = {"input_layernorm.weight": torch.ones(32)}
 # Norms before and after attention, and words of the note where there is no bound.
-BOUNDS: dict[str, tuple[Tensors, Mapping[str, Any], str]] = {
+BOUNDS = {
     "a norm before": (pair() | NORM, {"model_type": "llama"}, ""),
     "no norm": (pair(), {}, "no norm found"),
     "a norm of another width": (
@@ -339,7 +358,7 @@ def test_flags_say_what_config_does_not(tmp_path):
 
 
 def test_heads_may_differ_by_stage(tmp_path):
-    stored: dict[str, Tensor] = {}
+    stored = {}
     for i in range(3):
         stored |= pair(f"down.{i}.attn.", torch.eye(8 * 2**i))
     flags = Geometry(n_heads=1, stages=(("down.0", 2), ("down.1", 8)))
@@ -370,7 +389,7 @@ def test_heads_may_differ_by_stage(tmp_path):
     ],
 )
 def test_a_config_has_head_counts_by_part(stages, config, heads, tmp_path):
-    stored: dict[str, Tensor] = {}
+    stored = {}
     for stage in stages:
         stored |= pair(f"{stage}self_attn.")
     found = {site.name: site for site in scanned(tmp_path, stored, None, config).sites}
@@ -423,7 +442,7 @@ def test_the_bound_of_latent_attention_holds_with_and_without_a_latent_of_querie
 
 def test_progress_ends_at_all_bytes_and_json_has_no_nan(tmp_path):
     (site,) = scanned(tmp_path, pair()).sites
-    seen: list[tuple[int, int]] = []
+    seen = []
     found = scan(tmp_path, on_progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (found.n_bytes, found.n_bytes)
     assert seen == sorted(seen)

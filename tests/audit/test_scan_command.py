@@ -11,8 +11,6 @@ from safetensors.torch import load_file, save_file
 from audit.models import save
 from qkeel.cli.app import main
 
-Capture = pytest.CaptureFixture[str]
-
 
 def test_a_checkpoint_is_printed_as_a_table_or_as_json(tmp_path, capsys):
     save("llama", tmp_path)

@@ -1,15 +1,12 @@
 """`check(sees=...)`: planted leaks of many kinds are found and named, and their clean twins are not blamed."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.quick import one_in
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 from qkeel import Documents, Window
@@ -17,9 +14,6 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError
 from qkeel.metrics import Status
 
 HEADS, WIDTH, VOCABULARY = 2, 16, 23
-Mask = Callable[
-    [int], Tensor
-]  # the number of tokens -> True where a query sees a key, [h|1 t t]
 
 
 def causal(t):
@@ -148,8 +142,7 @@ def attention(mask):
 
 
 # A block that leaks, its clean twin, and words of the sentence besides the module. Attention may be fused.
-Kind = tuple[Callable[[bool], nn.Module], Callable[[bool], nn.Module], str]
-KINDS: dict[str, Kind] = {
+KINDS = {
     "no mask": (attention(everything), attention(causal), "head"),
     "one ahead": (attention(one_ahead), attention(causal), "head"),
     "inverted mask": (attention(inverted), attention(causal), "head"),
@@ -179,7 +172,7 @@ def drawn(make, seed):
     """A model with the block at a drawn place among causal attention, its tokens, and that place."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    blocks: list[nn.Module] = [
+    blocks = [
         SelfAttention(causal, fused=draw.random() < 0.5)
         for _ in range(draw.randint(1, 3))
     ]

@@ -1,13 +1,11 @@
 """Vectors of an attention module that the path that runs leaves out: named by explain and by watch, and no others."""
 
-from __future__ import annotations
-
 import random
 import warnings
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 
@@ -35,7 +33,7 @@ class Attention(nn.Module):
             y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for y in self.qkv(self.norm(x)).chunk(3, -1)
         )
-        scale: float | Tensor = q.shape[-1] ** -0.5
+        scale = q.shape[-1] ** -0.5
         if self.uses and self.part == "gain":
             q = self.gain["q"](q)
         if self.uses and self.part == "scale":

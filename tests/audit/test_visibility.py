@@ -31,8 +31,6 @@ from .test_sees import (
     split_heads,
 )
 
-Answer = tuple[Status, str]
-
 
 def answer(model, batch):
     health = qkeel.check(model, batch)
@@ -50,9 +48,7 @@ def backwards(t):
 
 
 def test_a_layer_that_sees_later_keys_where_the_others_do_not_is_named():
-    blocks: list[nn.Module] = [
-        SelfAttention(mask, fused=True) for mask in (causal, causal, everything)
-    ]
+    blocks = [SelfAttention(mask, fused=True) for mask in (causal, causal, everything)]
     status, sentence = answer(Model(blocks).eval(), tokens())
     assert status is Status.NOT_HEALTHY
     assert "blocks.2 sees later keys" in sentence
@@ -72,9 +68,7 @@ def test_an_inverted_mask_is_named(mask, fused):
 def test_models_that_see_one_way_or_both_ways_throughout_are_healthy(
     mask,
 ):
-    blocks: list[nn.Module] = [
-        SelfAttention(mask, fused=fused) for fused in (False, True)
-    ]
+    blocks = [SelfAttention(mask, fused=fused) for fused in (False, True)]
     assert answer(Model(blocks).eval(), tokens())[0] is Status.HEALTHY
 
 

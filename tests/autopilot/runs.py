@@ -120,7 +120,7 @@ class Run:
 
     def left(self):
         """How many hooks and marks are on the model and its optimizer."""
-        held: list[Any] = [
+        held = [
             self.optimizer._optimizer_step_pre_hooks,
             self.optimizer._optimizer_step_post_hooks,
         ]

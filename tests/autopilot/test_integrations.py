@@ -1,10 +1,7 @@
 """The callback of the Trainer with an autopilot, by the events that a Trainer sends and in a Trainer."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -47,7 +44,7 @@ def begun(folder, step, model, optimizer):
     """A callback at the beginning of training, and the events' arguments."""
     callback = QkeelCallback(every=1, autopilot="ladder:threshold=2,patience=1")
     loader = SimpleNamespace(collate_fn=collated, dataset=DATA)
-    event: Any = (
+    event = (
         SimpleNamespace(output_dir=str(folder)),
         SimpleNamespace(global_step=step, log_history=[], is_world_process_zero=True),
         None,

@@ -1,7 +1,5 @@
 """The remedy `autopilot` in runs of the lab: recorded, resumed to the same bits, and refused where it cannot be."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -33,7 +31,7 @@ def test_a_run_with_an_autopilot_is_recorded_and_resumes_to_the_same_bits(
     tmp_path,
 ):
     whole = run(CONFIG, tmp_path / "whole")
-    steps: list[int] = []
+    steps = []
     stop = Watcher(
         on_record=lambda record: steps.append(int(str(record["step"]))),
         should_stop=lambda: steps[-1] >= 8,

@@ -1,14 +1,8 @@
 """What an autopilot cannot do: what sites and optimizers refuse, remedies of others, and a norm where it is allowed."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from tests.autopilot.runs import EXAMPLE, Run, adamw, equal, foreign, run
-from torch import nn
 
 import qkeel
 from qkeel.autopilot import Action
@@ -56,7 +50,7 @@ def adafactor(model):
 
 # What is trained, by which optimizer, under which remedy of somebody else; the words of what is refused, by action; the
 # actions that are taken, in order.
-CASES: dict[str, tuple[Callable[[], nn.Module], Any, str, dict[Action, str], Any]] = {
+CASES = {
     "nothing special": (foreign, steady, "", {}, [CLIP]),
     "q and k of one weight": (lambda: foreign(kind="tied"), steady, "", {}, [CLIP]),
     "latent attention": (latent, steady, "", {}, [CLIP]),

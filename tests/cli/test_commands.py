@@ -1,7 +1,6 @@
-from __future__ import annotations
-
 import dataclasses
 import json
+import math
 import os
 import re
 import shlex
@@ -34,6 +33,7 @@ from qkeel.records import (
     RunStatus,
     explain_field,
     read_json,
+    write_json,
 )
 from qkeel.remedies import REMEDIES
 
@@ -41,8 +41,6 @@ TINY = shlex.split(
     "--data topics --context 8 --batch 2 --d-model 16 --n-heads 2 --steps 4 --log-every 2 --eval-sequences 8 "
     "--probe-sequences 2 --device cpu"
 )
-
-Capture = pytest.CaptureFixture[str]
 
 
 def refused(arguments, capsys):
@@ -158,6 +156,20 @@ def test_a_run_prints_its_directory_first_and_last(tmp_path, monkeypatch, capsys
     captured = capsys.readouterr()
     assert json.loads(captured.out)["status"] == "done"
     assert "step 0" in captured.err
+
+
+def test_json_of_a_run_that_diverged_has_null_for_what_is_no_number(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", *TINY, "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    (place,) = Path("runs").iterdir()
+    write_json(place / "summary.json", {**row, "max_logit": math.inf})
+    assert main(["run", *TINY, "--json"]) == 0
+    # Python reads Infinity too, which JSON does not have.
+    numbers = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert numbers["max_logit"] is None
 
 
 GRID = shlex.split("study lr --remedies none --lrs 0.1 --seeds 0 --jobs 1")

@@ -1,12 +1,9 @@
 """Every path that a command takes, and everything that may be there in its place: done, or one clear error."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +21,7 @@ PYTHON = shlex.quote(sys.executable)
 MADE = Made(remedy="none", status="done")
 
 # Command -> its paths: what to type, with {} in the place of the path, and whether something is written there.
-PATHS: dict[str, dict[str, tuple[str, bool]]] = {
+PATHS = {
     "run": {
         "out": (f"run --data topics {TINY} --out {{}}", True),
         "recipe": (f"run {{}} --data topics {TINY} --out r", False),
@@ -122,7 +119,7 @@ def folder(path):
 
 
 # What is there, and whether something can be written in its place.
-THERE: dict[str, tuple[Callable[[Path], Path], bool]] = {
+THERE = {
     "nothing": (lambda path: path, True),
     "an empty folder": (folder, True),
     "a loop of links": (loop, False),

@@ -1,7 +1,5 @@
 """A program under `qkeel watch` finds what it would find under python, and leaves what it would leave."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -12,7 +10,7 @@ import pytest
 from tests import forked
 from tests.contract.cli.scripts import run, script, watched
 
-from qkeel.cli.watched_program import TYPED, Fix, Program, parse, under_torchrun
+from qkeel.cli.watched_program import TYPED, Program, parse, under_torchrun
 from qkeel.errors import InvalidValueError
 
 TALKER = """
@@ -44,9 +42,18 @@ if sys.argv[1] == "words":
 if sys.argv[1] == "hook":
     sys.excepthook = lambda kind, error, trace: print("hooked", kind, file=sys.stderr)
     fail()
+if sys.argv[1] == "closed":
+    sys.stdout.close()
 if sys.argv[1] == "interrupt":
     raise KeyboardInterrupt
 """
+
+
+def test_a_script_may_close_its_output(tmp_path):
+    (tmp_path / "talk.py").write_text(TALKER)
+    words = ["talk.py", "closed"]
+    watched = run(["-m", "qkeel", "watch", "--", "python", *words], tmp_path)
+    assert (watched.returncode, watched.stdout) == (0, run(words, tmp_path).stdout)
 
 
 @pytest.mark.parametrize("mode", ["fine", "raise", "chain", "exit", "words", "hook"])
@@ -191,7 +198,7 @@ def test_under_torchrun_the_fix_is_the_command_that_was_typed(
     monkeypatch.setenv(TYPED, "")  # so that the test leaves no trace of it
     with pytest.raises(SystemExit):
         here("--every", "3", "--", "torchrun", "--nproc-per-node", "2", "a b.py")
-    seen: list[Fix] = []
+    seen = []
     monkeypatch.setattr("qkeel.cli.watch.execute", lambda *_: 0)
     monkeypatch.setattr(
         "qkeel.cli.watch.WatchSession",

@@ -6,7 +6,6 @@ import copy
 import gc
 import os
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ import qkeel
 from qkeel.cli.watched_program import ModelFinder, chains
 from qkeel.monitor.monitor import Monitor
 
-HOME: dict[str, Callable[..., nn.Module]] = {}
+HOME = {}
 exec(MODEL, HOME)
 Net, train, loss, batch = HOME["Net"], HOME["train"], HOME["loss"], HOME["batch"]
 

@@ -1,10 +1,7 @@
 """What works with what, asked of the code itself, as Markdown: the first part of docs/compatibility.md."""
 
-from __future__ import annotations
-
 import functools
 import re
-from collections.abc import Callable
 from unittest.mock import patch
 
 import torch
@@ -30,7 +27,7 @@ FOREIGN = {
     "DeepSeek-V3, SDPA": ("deepseek", "sdpa"),
 }
 # Muon gets the matrices; what is no matrix then stands still.
-OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "AdamW": lambda ps: torch.optim.AdamW(ps),
     "AdamW, fused": lambda ps: torch.optim.AdamW(ps, fused=True),
     "SGD, momentum": lambda ps: torch.optim.SGD(
@@ -117,7 +114,7 @@ def foreign_refusal(name, kind):
 
 def _once(found):
     """Each reason of (remedy, kind, reason) once, in the words of the first without its place, with all it concerns."""
-    reasons: dict[str, dict[str, list[str]]] = {}
+    reasons = {}
     for name, kind, text in found:
         if text:
             plain = re.sub(r"^\w+(?: \(\w+\))? at [^:]*: ", "", text)
@@ -127,7 +124,7 @@ def _once(found):
 
 def joined(names, word):
     """The remedies and what each is refused for, those with the same ones together."""
-    alike: dict[str, list[str]] = {}
+    alike = {}
     for name, kinds in names.items():
         columns = ", ".join(
             kind if kind.startswith("`") else f"*{kind}*" for kind in kinds
@@ -140,7 +137,7 @@ def joined(names, word):
 
 def _of_optimizers():
     """Each reason of a remedy with an optimizer once, in the words of the first."""
-    found: dict[str, tuple[str, dict[str, list[str]]]] = {}
+    found = {}
     for name in REMEDIES:
         for optimizer in OPTIMIZERS:
             text = optimizer_refusal(name, optimizer)
@@ -158,7 +155,7 @@ def _of_optimizers():
 
 def _grouped():
     """Each reason of a kernel once, with the presets it concerns."""
-    found: dict[str, list[str]] = {}
+    found = {}
     for kernel in KERNELS:
         for name in PRESETS:
             text = kernel_refusal(name, kernel).replace(

@@ -3,17 +3,13 @@
 `python -m tests.conformance.modes > docs/compatibility.md` writes the whole page, the matrix and this.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
-from collections.abc import Callable
 
 import torch
 import torch._dynamo
 import torch.nn.functional as F
 from tests.remedies.foreign import example, hf, out
-from torch import Tensor, nn
 
 from qkeel.errors import QkeelError
 from qkeel.nn import Decoder, DecoderConfig
@@ -21,7 +17,6 @@ from qkeel.remedies import REMEDIES, apply
 
 from .matrix import joined, matrix, table
 
-Run = Callable[[nn.Module, Tensor, "torch.optim.Optimizer"], list[Tensor]]
 ROUNDING = 2e-6  # of losses and logits near 1 in float32
 
 
@@ -100,7 +95,7 @@ def _copied(model, x, optimizer):
 
 
 # mode: (the model it is about, the way to run it, the plain way with the same numbers)
-MODES: dict[str, tuple[Callable[[], nn.Module], Run, Run]] = {
+MODES = {
     "qkeel's decoder, compiled": (_decoder, _compiled, _trained),
     "Llama, compiled": (_llama, _compiled, _trained),
     "Llama, checkpointed": (_llama, _checkpointed, _trained),
@@ -160,7 +155,7 @@ def rows():
 
 def reasons():
     """Each reason once, in the words of the first."""
-    found: dict[str, dict[str, list[str]]] = {}
+    found = {}
     for name in REMEDIES:
         for mode in MODES:
             text = mode_refusal(name, mode)

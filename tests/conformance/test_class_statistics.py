@@ -1,14 +1,12 @@
 """Statistics split by token classes are those of a straightforward T×T recomputation, for every spec and mask."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 import torch
 from tests.quick import one_in
 
-from qkeel.capture.calls import ScoresCall, scores_stats
+from qkeel.capture.calls import scores_stats
 from qkeel.functional.class_statistics import (
     TokenClasses,
     merge_classes,
@@ -131,7 +129,7 @@ def test_hand_written_attention_gives_the_same(name):
         found = logit_stats(split).classes
         assert found is not None
         assert_same(scores_stats(written).classes, found.tensors(), case)
-        unknown: ScoresCall = dataclasses.replace(written, q=None, k=None)
+        unknown = dataclasses.replace(written, q=None, k=None)
         alone = scores_stats(unknown).classes
         assert alone is not None
         assert not alone.n_normed.any()

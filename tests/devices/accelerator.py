@@ -73,7 +73,7 @@ class Counts:
         _COUNTING.remove(self)
 
 
-_COUNTING: list[Counts] = []
+_COUNTING = []
 
 
 class OnDevice(Tensor):

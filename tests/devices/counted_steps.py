@@ -5,8 +5,6 @@ GPU's is; so are the kernels of Triton that find the largest logit and the entro
 nothing.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections import Counter
@@ -60,7 +58,7 @@ def fields_found(call, threshold):
 def counted(layers):
     """What a measured step does more than one that nobody watches."""
     tokens = torch.randint(20, (2, 16)).to(DEVICE)
-    found: dict[str, dict[str, object]] = {}
+    found = {}
     for name, options in (
         ("measured, all statistics", {}),
         ("measured, all statistics by blocks", {}),

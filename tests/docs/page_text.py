@@ -1,7 +1,5 @@
 """The pages of the docs as text: without code, tables apart, sentence by sentence."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
@@ -50,7 +48,7 @@ def text(page):
 
 def slugs(page):
     """The anchors of a page's headings, as GitHub and MyST make them."""
-    found: dict[str, int] = {}
+    found = {}
     for heading in re.findall(r"^#+ +(.+?)\s*$", text(page), flags=re.M):
         plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
         slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")

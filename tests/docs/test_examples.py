@@ -1,7 +1,5 @@
 """Every example in a docstring runs and prints what it says."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 from pathlib import Path
@@ -24,7 +22,7 @@ ROOMS = sorted(
 @pytest.mark.parametrize("room", ROOMS)
 def test_the_examples_of_a_room_run(room, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # an example may write a file
-    reports: list[str] = []
+    reports = []
     runner = doctest.DocTestRunner(
         optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     )

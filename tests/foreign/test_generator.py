@@ -45,14 +45,14 @@ def test_an_attention_with_one_choice_that_is_not_plain_is_right(part):
 
 
 def test_random_attention_is_right_or_reported():
-    found = {seed: judge(seed, OFTEN) for seed in range(12)}
+    found = {seed: judge(seed, OFTEN) for seed in range(8)}
     assert not {
         f"{seed}: {Plan.drawn(seed)}": f
         for seed, all_ in found.items()
         for f in all_
         if f.verdict == "wrong"
     }
-    assert sum(overall(all_) == "right" for all_ in found.values()) > 6
+    assert sum(overall(all_) == "right" for all_ in found.values()) > 4
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import types
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 import qkeel
 
 WIDTH = 32
-Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Attention(nn.Module):

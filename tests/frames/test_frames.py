@@ -13,7 +13,7 @@ from monitor.samples import about, sample
 from tests.contract.watch.small import batch, small, train
 
 import qkeel
-from qkeel.cli.inspect import export
+from qkeel.cli.audit import export
 from qkeel.errors import (
     MissingLibraryError,
     QkeelError,
@@ -180,9 +180,38 @@ def test_figures_show_what_was_recorded(run):
             .get_title()
             == title
         )
+    threshold, ahead = grows.plot("forecast").lines[-2:]
+    assert threshold.get_ydata()[0] == 10_000
+    assert ahead.get_xydata().ravel() == pytest.approx([1000, 2000, 5000, 10_000])
     assert grows.plot().get_title() == "from layer 0 (dark) to layer 11 (light)"
     assert grows.plot(ax=drift) is drift
-    pyplot.close("all")
+    for n in (8, 9):
+        heads = {"max_logit": np.ones((2, n, 1))}
+        ax = History(steps=steps[:2], values={}, heads=heads).plot()
+        assert (ax.get_legend() is None) == (n == 9)
+    for least, most, scale, ends in (
+        (1, 31, "log", (1, 31)),
+        (2, 60, "linear", (2, 60)),
+        (1, 10, "linear", (1, 10)),
+        (0, 31, "linear", (0, 31)),
+        (-3, 2, "linear", (-3, 3)),
+        (-0.5, 0.2, "linear", (-1, 1)),
+    ):
+        # Two records of 24 layers.
+        logits = np.linspace(least, most, 48).reshape(2, 24, 1)
+        history = History(steps=steps[:2], values={}, heads={"max_logit": logits})
+        assert history.plot().get_yscale() == scale
+        logits = logits.reshape(1, 24, 2)
+        ax = History(steps=steps[:1], values={}, heads={"max_logit": logits}).plot(
+            "heads"
+        )
+        assert ax.get_yticklabels()[-1].get_text() == "layer 23"
+        norm = ax.images[0].norm
+        assert (norm.vmin, norm.vmax) == pytest.approx(ends)
+        kinds = {-1: "SymLogNorm", 0: "Normalize", 1: "LogNorm"}
+        kind = kinds[0 if most == 10 else int(np.sign(least))]
+        assert type(norm).__name__ == kind
+        pyplot.close("all")
     with pytest.raises(
         UnknownNameError, match=r"unknown figure 'drfit'\. Did you mean 'drift'"
     ):
@@ -215,4 +244,3 @@ def test_what_is_shown_is_short():
     )
     assert repr(handle) == "<Handle of lalr: active, remove() undoes it>"
     handle.remove()
-    assert repr(handle) == "<Handle of lalr: removed>"

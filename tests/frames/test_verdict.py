@@ -6,6 +6,7 @@ import pytest
 from qkeel.frames.run_verdict import judge_run
 from qkeel.metrics import Status
 from qkeel.records.file_formats import Heads
+from qkeel.records.names_and_units import NON_FINITE
 
 MENDED = [{"event": "decision", "remedy": "qk_clip"}]
 
@@ -34,3 +35,19 @@ def test_a_run_without_a_number_is_not_known():
     health = judge_run(heads([np.nan, np.nan]), [])
     assert health.status is not Status.HEALTHY
     assert np.isnan(health.largest)
+
+
+def test_gaps_between_records_and_layers_without_a_name_are_said():
+    values = {"max_logit": np.array([[[5.0, 1], [1, 2]], [[3.0, 1], [1, 2]]])}
+    sparse, dense = (Heads(np.array([4, last]), values) for last in (6, 5))
+    assert "(layer 0 head 0, step 4, the largest of 2 measured)" in str(
+        judge_run(sparse, [])
+    )
+    assert "of 2 measured" not in str(judge_run(dense, []))
+    values[NON_FINITE] = np.array([[[0.0, 0]] * 2, [[0.0, 0], [0, 1]]])
+    values["entropy"] = np.array([[[1.0, 1]] * 2, [[2.0, 3.0], [0.5, 0.5]]])
+    broken = judge_run(sparse, [])
+    assert broken.status is Status.NOT_HEALTHY
+    assert "NaN or infinite in layer 1" in str(broken)
+    rows = ("layer 0", "5", "3", "2.5"), ("layer 1", "2", "2", "0.5")
+    assert broken.rows == rows

@@ -1,13 +1,9 @@
 """The change of logits by a step, against the T×T matrices in float64."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from qkeel import preset
 from qkeel.capture.calls import ScoresCall, scores_change
@@ -22,7 +18,7 @@ from .properties import randn
 PADDED = torch.arange(9) >= torch.tensor([0, 4])[:, None]
 NEAR = torch.arange(9)[:, None] - torch.arange(9) < 3
 SOME_ROWS = (torch.arange(9) > 2)[:, None].expand(9, 9)
-MASKS: dict[str, dict[str, Any]] = {
+MASKS = {
     "full": {"causal": False},
     "causal": {},
     "left padding": {"mask": PADDED},
@@ -84,7 +80,7 @@ def test_what_a_learned_scale_and_a_moving_bias_do_is_in_the_change():
 def written_out(call):
     logits = attend_call(call).logits
     hidden = logits == -torch.inf
-    capped: Tensor = logits.masked_fill(hidden, 0.0)
+    capped = logits.masked_fill(hidden, 0.0)
     return ScoresCall(
         spec=call.spec, logits=logits, capped=capped, hidden=hidden, q=None, k=None
     )

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from qkeel.functional import logits as F
 
 from .properties import few, randn, seeds, some_visible
 
-Weigh = Callable[[Tensor, Tensor | None], Tensor]
-WEIGHS: dict[str, Weigh] = {
+WEIGHS = {
     "softmax": F.softmax,
     "sink": lambda z, visible: F.sink_softmax(
         z, torch.tensor(0.5, dtype=z.dtype), visible

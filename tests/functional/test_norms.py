@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.each_row import each_row
-from torch import Tensor
 
 from qkeel.errors import InvalidTypeError
 from qkeel.functional.norms import (
@@ -24,8 +22,7 @@ from qkeel.functional.norms import (
 
 from .properties import few, randn, seeds
 
-Normalise = Callable[..., Tensor]
-NORMS: list[Normalise] = [l2_norm, rms_norm, layer_norm]
+NORMS = [l2_norm, rms_norm, layer_norm]
 every_norm = pytest.mark.parametrize("norm", NORMS)
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.functional import class_statistics, statistics
-from qkeel.functional.class_statistics import ClassStats, Merge
+from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.statistics import TENSORS, LogitStats, merge, of_key_heads
 
 from .properties import few, randn, seeds
@@ -50,7 +48,7 @@ def samples(seed, n, dtype=torch.float64):
 def stats_of(x):
     """Statistics from samples, by the rule of each field."""
     empty = LogitStats.empty(HEADS, GROUPS, x["max_logit"])
-    fields: dict[str, Tensor] = {}
+    fields = {}
     for count, names in FIELDS.items():
         fields[count] = torch.full_like(getattr(empty, count), x[count].shape[1])
         for name in names.split():
@@ -70,7 +68,7 @@ def same(a, b, rtol=0.0):
 def test_every_tensor_of_the_statistics_has_one_rule_by_which_it_merges():
     named = [*FIELDS, *(name for names in FIELDS.values() for name in names.split())]
     assert sorted(named) == sorted(TENSORS)
-    kinds: list[tuple[Any, dict[str, Merge]]] = [
+    kinds = [
         (LogitStats, statistics.MERGES),
         (ClassStats, class_statistics.MERGES),
     ]

@@ -11,7 +11,6 @@ import logging
 import math
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.strategies import SearchStrategy
 
 from qkeel import preset, spec
 from qkeel.cli.app import main
@@ -76,7 +74,7 @@ def read_preset(text):
     return preset(name, **parse(f"x:{rest}")[0].options).explain()
 
 
-READERS: dict[str, Callable[[str], object]] = {
+READERS = {
     "terms": read_terms,
     "preset": read_preset,
     "method": lambda text: LongContexts(posthoc=[text]),
@@ -177,14 +175,14 @@ def check_recipe(text):
 
 # Constructors: slots take what their annotations say; configurations, which files give, take anything.
 
-SLOTS: dict[str, Any] = {
+SLOTS = {
     name: getattr(spec, name)
     for name in spec.__all__
     if name not in ("AttentionCall", "AttentionSpec")
     and isinstance(getattr(spec, name), type)
     and dataclasses.is_dataclass(getattr(spec, name))
 }
-BUILT: dict[str, Any] = {
+BUILT = {
     **SLOTS,
     **{cls.__name__: cls for cls in (*SECTIONS, RunConfig, Grid, LongContexts)},
 }
@@ -194,7 +192,7 @@ KINDS = "head layer q k qk qkv none dim one_plus_dim head_dim scalar both power"
 def value_of(field):
     kind = str(field.type)
     if "bool" in kind:
-        drawn: SearchStrategy[Any] = st.booleans()
+        drawn = st.booleans()
     elif "float" in kind or "int" in kind:
         drawn = numbers if "float" in kind else whole
     elif "str" in kind or "Literal" in kind:
@@ -233,13 +231,13 @@ def check_object(case):
 
 
 # The inputs of each class, what is done with one, and how many are drawn in the quick tests.
-CLASSES: dict[str, tuple[SearchStrategy[Any], Callable[[Any], object], int]] = {
+CLASSES = {
     "spec-strings": (
         st.tuples(st.sampled_from(list(READERS)), terms | signs | texts),
         lambda case: READERS[case[0]](case[1]),
-        34,
+        20,
     ),
-    "command-lines": (lines, check_command_line, 20),
+    "command-lines": (lines, check_command_line, 12),
     "recipes": (
         st.one_of(*[whole_recipe] * 4, st.sampled_from(RAW), st.text(max_size=30)),
         check_recipe,
@@ -280,14 +278,14 @@ def test_a_sample_of_cases_is_right_or_refused_with_a_word(name, many, caplog):
     each()
 
 
-REFUSED: list[tuple[str, Any]] = [
+REFUSED = [
     ("recipes", "a = " + "[" * 2000),
     ("objects", ("RunConfig", {"seed": 2**64})),
     ("objects", ("LongContexts", {"sequences": None})),
     ("objects", ("LongContexts", {"test_lengths": ["512"]})),
     ("objects", ("Grid", {"remedies": ["none"], "lrs": ["fast"], "seeds": [0]})),
 ]
-RIGHT: list[tuple[str, Any]] = [
+RIGHT = [
     ("spec-strings", ("terms", "0\r:")),
     ("recipes", '[data]\nsource = "a\\nb\\u007F\\t\\"\\\\"'),
 ]

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from tests.conformance.cases import allowed_error, truth_of
 from tests.contract.conformance.cases import Geometry, masking, random_params, tensors
-from torch import Tensor
 
 from qkeel import reference
 from qkeel.kernels.choose import KERNELS
@@ -21,7 +18,7 @@ from qkeel.spec import AttentionSpec
 from qkeel.spec.call import make_call
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+LAYOUTS = {
     "heads beside each other": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "heads apart": lambda x: x.contiguous(),
     "part of a fused projection": lambda x: (
@@ -67,7 +64,7 @@ class Case:
         q, k, _ = tensors(x, dtype, rng)
         v = torch.randn(self.b, g, s, e, generator=rng).to(dtype)
         given = [laid(y, layout + i) for i, y in enumerate((q * self.size, k, v))]
-        seen: dict[str, Any] = {"causal": self.causal}
+        seen = {"causal": self.causal}
         if self.mask == "additive, hiding":  # as transformers hides keys
             kept = torch.rand(self.b, 1, t, s, generator=rng) > 0.3
             seen["mask"] = (

@@ -1,9 +1,5 @@
 """The largest logits beside the output."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,7 +8,7 @@ from qkeel.errors import UnknownNameError
 from qkeel.spec import AttentionSpec, Rope, Sink, SlidingWindow, Softcap
 
 POSITIONS = {"pos_q": torch.arange(17), "pos_k": torch.arange(17)}
-CASES: list[tuple[AttentionSpec, dict[str, Any]]] = [
+CASES = [
     (AttentionSpec(position=Rope()), {}),
     (AttentionSpec(position=SlidingWindow(window=5)), {}),
     (AttentionSpec(position=Rope()), {"mask": torch.rand(17, 17) < 0.8}),

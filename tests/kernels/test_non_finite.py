@@ -1,7 +1,5 @@
 """NaN and overflow reach every statistic of every kernel on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from qkeel.ops import KERNELS, attention
 from qkeel.spec import AttentionSpec, Softcap
 from qkeel.spec.call import make_call
 
-BROKEN: dict[str, tuple[int, ...]] = {
+BROKEN = {
     "nan key": (2, 3),
     "nan query": (2,),
     "infinite query": (2,),

@@ -14,19 +14,17 @@ import torch
 from tests import forked
 from tests.kernels.harness import DTYPES, laid
 from tests.quick import one_in
-from torch import Tensor
 
 import qkeel
-from qkeel.kernels.native import triton as available
+from qkeel.kernels import gpu as available
 from qkeel.kernels.norm_rope import encode
 from qkeel.kernels.norm_rope.operator import INTERLEAVED, norm_rope
 from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, YaRN
-from qkeel.spec.norm import NoNorm, Norm
-from qkeel.spec.rope import NoPosition, Position
-from qkeel.spec.slot import Params
+from qkeel.spec.norm import NoNorm
+from qkeel.spec.rope import NoPosition
 
-GAINS: Any = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
-NORMS: list[Norm] = [
+GAINS = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
+NORMS = [
     NoNorm(),
     *(RMSNorm(gain=gain) for gain in GAINS),
     *(L2Norm(gain=gain) for gain in GAINS if gain not in ("one_plus_dim", "head_dim")),
@@ -34,7 +32,7 @@ NORMS: list[Norm] = [
     RMSNorm(on="k", gain="dim"),
     L2Norm(eps=30.0),
 ]
-POSITIONS: list[Position] = [
+POSITIONS = [
     Rope(),
     NoPosition(),
     Rope(rotary=0.5),
@@ -43,7 +41,6 @@ POSITIONS: list[Position] = [
 ]
 PAIRED = [Rope(pairing="interleaved"), Rope(pairing="interleaved", rotary=0.5)]
 SIZES = [64, 16, 128, 96, 40]
-Case = tuple[AttentionSpec, Tensor, Tensor, Params]
 
 
 @dataclasses.dataclass
@@ -164,11 +161,12 @@ def test_every_norm_gain_length_and_layout(norm, door):
 @pytest.mark.parametrize("norm", one_in(NORMS, 4), ids=repr)
 def test_every_norm_gain_and_layout_in_triton(norm, door):
     # x made anew in float32 only: gains differ by more than half precision allows.
-    for turn, (t, keep) in enumerate([(1, True), (5, False)], NORMS.index(norm)):
+    for turn, (t, keep) in enumerate([(1, True), (3, False)], NORMS.index(norm)):
         door.keeps = keep
         dtype = DTYPES[turn % 3] if keep else torch.float32
         position, d = position_of(turn, norm), SIZES[turn % 5]
-        check(case_of(norm, position, t, d, dtype, turn), f"{turn}, {keep}")
+        case = case_of(norm, position, t, d, dtype, turn, heads=(2, 1))
+        check(case, f"{turn}, {keep}")
 
 
 @in_triton
@@ -194,7 +192,7 @@ def test_q_and_k_at_once_have_the_bits_of_one_after_the_other(norm, door):
     assert all(map(torch.equal, together, apart))
 
 
-WIDE: list[Norm] = [
+WIDE = [
     *(
         kind(over="layer", gain=gain)
         for kind in (RMSNorm, LayerNorm)
@@ -268,7 +266,7 @@ def test_positions_of_each_sequence_are_its_own(door):
 @pytest.mark.parametrize("norm", [RMSNorm(), L2Norm(gain="head")])
 def test_a_rotation_before_a_norm_that_commutes_is_the_same(norm, door):
     position = Rope(order="rotate_then_norm", pairing="half_reversed")
-    check(case_of(norm, position, 9, 16), repr(norm))
+    check(case_of(norm, position, 3, 16, heads=(2, 1)), repr(norm))
 
 
 @pytest.mark.usefixtures("_poisoned")

@@ -1,11 +1,7 @@
 """One shared folder, any number of processes: one trains each run, and all end with the whole table."""
 
-from __future__ import annotations
-
 import os
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from tests.forked import forkserver
@@ -15,7 +11,6 @@ from qkeel.errors import RunInUseError
 from qkeel.lab import (
     Execution,
     Grid,
-    RunConfig,
     Watcher,
     claims,
     execute,
@@ -26,7 +21,6 @@ from qkeel.lab import (
 from qkeel.lab.claims import EXPIRY, claimed
 from qkeel.records import RunDirectory, RunStatus
 
-Make = Callable[..., RunConfig]
 GRID = Grid(remedies=["none", "qk_norm"], lrs=[0.1], seeds=[0, 1])
 
 
@@ -119,19 +113,20 @@ def test_two_commands_on_one_folder_share_the_runs_and_both_end_with_the_whole_t
     tiny, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(execute, "BUSY_WAIT", 0.05)
-    others: list[Any] = []
+    others = []
+    config = tiny(steps=8)
 
     def start_another(outcome):
         if not others:
-            arguments = (tiny(), tmp_path / "shared")
+            arguments = (config, tmp_path / "shared")
             others.append(forkserver().Process(target=command, args=arguments))
             others[0].start()
 
     execution = Execution(on_outcome=start_another)
-    run_plan(make_plan("lr", tiny(), GRID), tmp_path / "shared", execution)
+    run_plan(make_plan("lr", config, GRID), tmp_path / "shared", execution)
     others[0].join()
     assert others[0].exitcode == 0
-    command(tiny(), tmp_path / "alone")
+    command(config, tmp_path / "alone")
     assert table(tmp_path / "shared") == table(tmp_path / "alone")
 
 

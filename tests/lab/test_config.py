@@ -1,7 +1,5 @@
 """Configurations: what names a run, what is refused, and what a run gets from them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -11,7 +9,6 @@ import pytest
 from qkeel.errors import (
     InvalidTypeError,
     InvalidValueError,
-    QkeelError,
     UnknownNameError,
 )
 from qkeel.lab import ImagesConfig, ModelConfig, OptimConfig, RunConfig
@@ -51,7 +48,7 @@ def test_what_makes_another_run_and_what_does_not():
     assert gau.run_id == "a4415ee675be"
 
 
-REFUSED: list[tuple[dict[str, object], type[QkeelError], str]] = [
+REFUSED = [
     ({"stepss": 3}, UnknownNameError, "Did you mean 'steps'"),
     ({"optim": {"lrr": 3}}, UnknownNameError, "Did you mean 'lr'"),
     ({"optim": {"schedule": "cosin"}}, UnknownNameError, "Did you mean 'cosine'"),

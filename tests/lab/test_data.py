@@ -1,8 +1,5 @@
 """Text: where it comes from, how it is split, and one clear error each for what does not fit."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +107,7 @@ def write(path, content):
 
 
 WORDS = np.full(100, 300, dtype="<u2").tobytes()
-BAD: dict[str, Callable[[Path], DataConfig]] = {
+BAD = {
     "is empty": lambda p: data(write(p / "a.txt", b"")),
     "more than the context, 32": lambda p: data(
         write(p / "a.txt", b"short"), context=32

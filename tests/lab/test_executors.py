@@ -1,12 +1,9 @@
 """Where runs are computed: the same digits everywhere, and what a worker leaves that was killed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,10 +17,9 @@ from qkeel.errors import (
     UnknownNameError,
     needed,
 )
-from qkeel.lab import Execution, Grid, RunConfig, executors, make_plan, run_plan
+from qkeel.lab import Execution, Grid, executors, make_plan, run_plan
 from qkeel.lab.executors import Job, Outcome, default_jobs, outcomes, parse_executor
 
-Make = Callable[..., RunConfig]
 GRID = Grid(remedies=["none"], lrs=[0.1], seeds=[0, 1])
 
 
@@ -65,7 +61,7 @@ def test_a_library_that_lacks_one_of_its_own_is_told_apart_from_one_that_is_miss
 def test_jobs_have_absolute_paths_and_results_that_are_not_seen_here_are_errors(
     tiny, tmp_path, monkeypatch
 ):
-    directories: list[str] = []
+    directories = []
 
     def elsewhere(jobs, workers, executor, folder):
         assert (workers, executor, folder) == (2, "dask", tmp_path / "study")
@@ -78,7 +74,7 @@ def test_jobs_have_absolute_paths_and_results_that_are_not_seen_here_are_errors(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("qkeel.lab.execute.NETWORK_WAIT", 0.1)
     monkeypatch.setattr("qkeel.lab.execute.outcomes", elsewhere)
-    ended: list[Outcome] = []
+    ended = []
     execution = Execution(executor="dask", workers=2, on_outcome=ended.append)
     failures = run_plan(make_plan("lr", tiny(), GRID), "study", execution).failures
     assert ["share" in outcome.error for outcome in failures] == [True]

@@ -1,17 +1,14 @@
 """Training in fp16 with a dynamic loss scale, and in bf16: overflow is recorded, and company changes nothing."""
 
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
 from tests.lab.recorded import numbers
 from tests.quick import one_in
 
-from qkeel.lab import RunConfig, Watcher, checkpoint, run
+from qkeel.lab import Watcher, checkpoint, run
 from qkeel.records import RunDirectory
-
-Make = Callable[..., RunConfig]
 
 
 def events(place):

@@ -1,18 +1,14 @@
 """Images: those that are shipped or given, how they enter a sequence with text, and what is learned from them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from qkeel.errors import DataError, QkeelError
-from qkeel.lab import Grid, RunConfig, Watcher, make_plan, run, run_plan
+from qkeel.lab import Grid, Watcher, make_plan, run, run_plan
 from qkeel.lab.config import with_values
 from qkeel.lab.images import grey, load_pictures, patches
 from qkeel.lab.studies import MIXES, mixed
@@ -26,9 +22,6 @@ from qkeel.lab.tasks import (
     VisionTask,
 )
 from qkeel.lab.text import batch, load
-
-Make = Callable[..., RunConfig]
-Save = Callable[..., Path]
 
 
 def test_the_digits_are_the_1797_of_the_set_a_tenth_of_each_held_out():
@@ -83,7 +76,7 @@ def test_folders_are_classes(save, tmp_path):
 
 
 # What is in a folder of classes -> what is said of it.
-WRONG: dict[str, Callable[[Save], object]] = {
+WRONG = {
     r"0\.png is 9 × 9 pixels; expected 8 × 8": lambda save: save("cat/0.png", size=9),
     "has mode RGBA; expected 8-bit grey": lambda save: save("cat/1.png", mode="RGBA"),
     "mixes grey and RGB": lambda save: (
@@ -267,7 +260,7 @@ def test_the_study_has_a_part_for_each_mix_and_its_table_the_modalities(
 
 def test_what_does_not_fit_is_refused_with_the_reason(fused, tmp_path):
     np.arange(4000, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    cases: list[tuple[Callable[[], object], str]] = [
+    cases = [
         (
             lambda: FusedTask(with_values(fused(), data={"context": 60})),
             "a canvas of 4 images needs 65 tokens",

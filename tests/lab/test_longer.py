@@ -1,16 +1,12 @@
 """Trained models on longer texts: accuracy by position, post-hoc methods, and angles between queries and keys."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import shutil
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from qkeel import reference
 from qkeel.errors import (
@@ -33,7 +29,6 @@ from qkeel.records import RunDirectory, read_json
 from qkeel.spec import ALiBi, Fixed, L2Norm, NoPosition, ReRope
 from qkeel.spec.presets import attention_spec
 
-Make = Callable[..., RunConfig]
 CLIPPED = "rerope:window=3"
 CONTEXTS = LongContexts(posthoc=("none", CLIPPED), test_lengths=(32, 16), sequences=3)
 
@@ -249,7 +244,7 @@ def test_forms_take_other_positions_and_gains(tiny):
 def test_angles_are_those_of_all_visible_pairs(tiny, form, method):
     run = RunState(plan(tiny, (form,)).runs[0].config)
     tokens = torch.from_numpy(long_texts(run.task.corpus, 256, 2))[:, :-1]
-    cosines: list[Tensor] = []
+    cosines = []
 
     def keep(layer, call):
         spec = dataclasses.replace(call.spec, scale=Fixed(1.0), norm=L2Norm())

@@ -1,15 +1,12 @@
 """Optimizers, learning rates and parametrisations of a run."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from qkeel.lab import ModelConfig, OptimConfig, RunConfig
+from qkeel.lab import ModelConfig, OptimConfig
 from qkeel.lab.build_run import (
     build_decoder,
     build_optimizer,
@@ -21,8 +18,6 @@ from qkeel.lab.checkpoint import RunState
 from qkeel.lab.config import with_values
 from qkeel.lab.muon import Muon
 from qkeel.lab.train import set_rate, train_step
-
-Make = Callable[..., RunConfig]
 
 
 def weights(*shapes):
@@ -131,7 +126,7 @@ def changes(tiny, parametrisation, width):
 
 @torch.no_grad()
 def activations(run):
-    outputs: dict[str, Tensor] = {}
+    outputs = {}
     hooks = [
         run.model.get_submodule(name).register_forward_hook(
             lambda _, __, x, name=name: outputs.update({name: x})

@@ -1,13 +1,10 @@
 """Studies: plans, their axes, execution in one folder, what joins it and what is refused."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable
 
 import pytest
 from tests.lab.recorded import table
@@ -25,14 +22,13 @@ from qkeel.lab import (
     Execution,
     Grid,
     ModelConfig,
-    RunConfig,
     checkpoint,
     execute,
     make_plan,
     run_plan,
     train,
 )
-from qkeel.lab.executors import Job, Outcome, work
+from qkeel.lab.executors import Job, work
 from qkeel.lab.plan import Primary
 from qkeel.lab.quick_demo import quick_demo
 from qkeel.lab.studies import STUDIES
@@ -40,7 +36,6 @@ from qkeel.lab.tuning import tuned_plan, tuning_plan
 from qkeel.records import TABLE_COLUMNS, read_json, write_json
 from qkeel.report.study_runs import read_study
 
-Make = Callable[..., RunConfig]
 FOUR = Grid(remedies=["none", "quack:tau=0.1"], lrs=[0.1], seeds=[1, 0])
 TWO = Grid(remedies=["none"], lrs=[0.1], seeds=[0, 1])
 NOTHING = {"study": "lr", "base": {"": {}}, "remedies": [], "lrs": [], "seeds": []}
@@ -172,7 +167,7 @@ def test_no_two_runs_of_a_study_have_the_same_title(name):
 
 
 def test_a_study_has_a_table_and_a_file_about_it(tiny, tmp_path):
-    ended: list[Outcome] = []
+    ended = []
     execution = Execution(on_outcome=ended.append, command="qkeel study lr")
     result = run_plan(plan(tiny), tmp_path / "s", execution)
     assert len(ended) == 4
@@ -189,7 +184,7 @@ def test_a_study_has_a_table_and_a_file_about_it(tiny, tmp_path):
     assert about["remedies"] == ["none", "lalr:tau=0.1"]
     entry = {"remedy": "none", "lr": 0.1, "seed": 0, "role": "grid"}
     assert about["runs"][0] == {"run_id": result.table[0]["run_id"], **entry}
-    again: list[Outcome] = []
+    again = []
     run_plan(plan(tiny), tmp_path / "s", Execution(workers=2, on_outcome=again.append))
     assert not again, "what is done is skipped"
 
@@ -197,7 +192,7 @@ def test_a_study_has_a_table_and_a_file_about_it(tiny, tmp_path):
 def test_a_study_takes_more_seeds_but_not_another_length(tiny, tmp_path):
     out = tmp_path / "s"
     run_plan(plan(tiny, ONE), out, Execution(command="first"))
-    ended: list[Outcome] = []
+    ended = []
     more = dataclasses.replace(TWO, remedies=["qk_norm", "none"])
     execution = Execution(command="second", on_outcome=ended.append)
     rows = run_plan(plan(tiny, more), out, execution).table
@@ -387,7 +382,7 @@ def test_the_primary_comparison_is_recorded_and_kept_where_more_runs_join(
 
 
 def test_the_quick_demo_shows_a_collapse_with_its_forecast_and_a_healthy_model():
-    lines: list[str] = []
+    lines = []
     quick_demo(lines.append, steps=30)
     remedied = lines.index("with qk_norm:")
     assert any("will pass 1,000 at step" in line for line in lines[:remedied])

@@ -1,15 +1,11 @@
 """Runs: what they record, that they resume to the same bits, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import math
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -21,7 +17,6 @@ from qkeel.errors import (
     DataError,
     InvalidValueError,
     NonFiniteError,
-    QkeelError,
     RefusedError,
     RunDirectoryError,
     UnknownNameError,
@@ -32,8 +27,6 @@ from qkeel.lab.checkpoint import RunState
 from qkeel.lab.run_record import PROBE_FIELDS, remembered
 from qkeel.lab.train import train_step
 from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, disk
-
-Make = Callable[..., RunConfig]
 
 
 def everything(directory):
@@ -128,7 +121,7 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint(tiny, tmp_path):
     watcher = Watcher(should_stop=lambda: next(answers))
     with pytest.raises(KeyboardInterrupt):
         run(config, tmp_path / "cut", watcher=watcher)
-    steps: list[int] = []
+    steps = []
     watcher = Watcher(on_record=lambda record: steps.append(record["step"]))
     resumed = run(config, tmp_path / "cut", watcher=watcher)
     assert steps == [6, 8, 10, 12]
@@ -243,7 +236,7 @@ def test_a_configuration_or_checkpoint_of_another_run_is_refused_and_nothing_del
     assert (tmp_path / "a" / "last" / "state.safetensors").exists()
 
 
-BAD: list[tuple[dict[str, Any], type[QkeelError]]] = [
+BAD = [
     ({"remedy": "qknorm"}, UnknownNameError),
     ({"remedy": "lalr:tua=0.1"}, UnknownNameError),
     ({"remedy": "qk_norm+lalr"}, RefusedError),

@@ -1,7 +1,5 @@
 """The second language, the encoder–decoder that learns it, and remedies on its self- and cross-attention."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from types import SimpleNamespace
@@ -89,7 +87,7 @@ def test_the_model_predicts_from_the_whole_source_and_the_target_before():
 
 
 def test_bleu_compares_greedy_translations_with_the_true_ones(tmp_path, monkeypatch):
-    calls: list[tuple[list[str], list[str]]] = []
+    calls = []
 
     def corpus_bleu(texts, references):
         calls.append((texts, *references))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from typing import Any
@@ -14,6 +15,7 @@ from tests.quick import quick
 from torch import nn
 
 import qkeel
+from qkeel.errors import RefusedError
 
 
 class TorchAttention(nn.Module):
@@ -76,4 +78,93 @@ def test_an_empty_batch_is_counted_and_the_steps_around_it_are_measured(
     assert all(
         torch.equal(a, b)
         for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+
+
+class Experts(nn.Module):
+    """Attention of each sequence by one of three experts."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.experts = nn.ModuleList(make() for _ in range(3))
+
+    def forward(self, x, expert):
+        y = torch.zeros_like(x)
+        for i, module in enumerate(self.experts):
+            y = y.index_add(
+                0, (chosen := (expert == i).nonzero().flatten()), module(x[chosen])
+            )
+        return x + y
+
+
+@pytest.mark.parametrize("make", [Block, Written])
+@pytest.mark.parametrize("first", [[0, 0, 1, 1], [2, 2, 2, 2]])
+def test_an_expert_without_tokens_keeps_no_other_from_being_known(make, first):
+    torch.manual_seed(0)
+    model, x = Experts(make), batch(0, 4, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    sites = qkeel.find_sites(model, (x, torch.tensor(first)))
+    known = {site.name for site in sites if site.verified}
+    assert known == {f"experts.{i}" for i in first}
+    assert all("no tokens" in site.why for site in sites if site.name not in known)
+    example = x, torch.tensor(first)
+    for remedy in ("qk_norm", "qk_clip"):
+        with pytest.raises(RefusedError, match="no tokens"):
+            qkeel.apply(model, remedy, optimizer, batch=example)
+    with (
+        contextlib.suppress(RefusedError),
+        qkeel.apply(model, "softcap", optimizer, batch=example),
+    ):
+        model(x, torch.tensor([0, 1, 2, 2]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with qkeel.watch(model, optimizer) as monitor:
+            for expert in (first, [0, 1, 2, 2]):
+                model(x, torch.tensor(expert)).square().sum().backward()
+                optimizer.step()
+    assert {site.name for site in monitor.sites if site.verified} == known
+    assert {*monitor.history.frame()["layer"]} == known
+    told = [str(w.message) for w in caught]
+    assert any("first seen at step 1" in line for line in told)
+    assert not any("do not run alone" in line for line in told)
+
+
+class HeadsByLength(Written):
+    """Two heads, and one for more than 48 tokens."""
+
+    def forward(self, x):
+        heads = 1 if x.shape[1] > 48 else 2
+        q, k, v = (
+            f(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("lengths", [(70, 70), (40, 70), (40, 40)])
+def test_heads_that_depend_on_the_length_are_told(lengths):
+    _, monitor, told = trained(HeadsByLength, [(3, t) for t in lengths], watch=True)
+    assert any("depend on the input" in line for line in told) == (70 in lengths)
+    if lengths[0] == 70:
+        assert [(site.n_heads, site.verified) for site in monitor.sites] == [(1, False)]
+
+
+@pytest.mark.parametrize(("shown", "runs"), [(40, 70), (70, 40), (40, 40)])
+def test_a_clip_leaves_heads_alone_that_are_not_those_of_its_example(shown, runs):
+    torch.manual_seed(0)
+    model = HeadsByLength()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    before = model.q.weight.detach().clone()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with qkeel.apply(
+            model, "qk_clip:threshold=0.01", optimizer, batch=batch(0, 3, shown)
+        ):
+            model(batch(1, 3, runs)).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(before, model.q.weight) == (shown != runs)
+    told = [str(w.message) for w in caught]
+    assert any("in the example with which it was applied" in line for line in told) == (
+        shown != runs
     )

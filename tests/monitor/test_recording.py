@@ -7,7 +7,7 @@ import pytest
 
 from qkeel.errors import ShapeError
 from qkeel.monitor import Recording
-from qkeel.monitor.history import clock
+from qkeel.monitor.forecast import clock
 
 LAYERS = ("a", "b")
 

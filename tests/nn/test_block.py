@@ -8,22 +8,24 @@ from qkeel.nn import MLP, Attention, Block
 from qkeel.nn.decoder import NORM_ORDERS
 
 
-def make(order):
-    block = Block(Attention(16, 4), MLP(16, 24), 16, order).double()  # type: ignore[arg-type]
+def make(order, cross=None):
+    block = Block(Attention(16, 4), MLP(16, 24), 16, order, cross).double()  # type: ignore[arg-type]
     for name, p in block.named_parameters():
         if "norm" in name:
             p.data.normal_(1.0, 0.3)
     return block
 
 
-def by_formula(block, order, x):
+def by_formula(block, order, x, context=None):
     def norm(name, x):
         size = (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
         return x / size * getattr(block, name).weight
 
-    for name in ("attention", "mlp"):
+    crosses = [] if context is None else ["cross_attention"]
+    for name in ("attention", *crosses, "mlp"):
         before = norm(f"{name}_norm", x) if order in ("pre", "peri") else x
-        branch = getattr(block, name)(before)
+        options = {"context": context} if name in crosses else {}
+        branch = getattr(block, name)(before, **options)
         if order in ("swin", "peri"):
             branch = norm(f"{name}_post_norm", branch)
         x = x + branch
@@ -37,6 +39,9 @@ def test_output_is_the_formula_of_the_norm_order(order):
     block, x = make(order), torch.randn(2, 5, 16, dtype=torch.float64)
     out = block(x)
     torch.testing.assert_close(out, by_formula(block, order, x), rtol=0, atol=1e-12)
+    crossed, context = make(order, Attention(16, 4)), torch.randn(2, 3, 16).double()
+    expected = by_formula(crossed, order, x, context)
+    torch.testing.assert_close(crossed(x, context=context), expected)
     # Mask and positions reach the attention.
     real = torch.tensor([[True] * 5, [False] * 2 + [True] * 3])
     pos = torch.tensor([[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]])

@@ -1,7 +1,5 @@
 """A module whose scale was made for heads of another size says so once."""
 
-from __future__ import annotations
-
 import pytest
 
 from qkeel import preset
@@ -10,7 +8,7 @@ from qkeel.nn import Attention, attention
 
 def test_a_scale_made_for_other_heads_is_warned_of_once_with_the_better_one():
     with pytest.MonkeyPatch.context() as patch:
-        said: list[str] = []
+        said = []
         patch.setattr("qkeel.nn.attention.caution", said.append)
         attention._advise.cache_clear()
         Attention(128, 1, spec=preset("cosa"))  # head_dim 128

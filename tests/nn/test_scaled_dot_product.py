@@ -1,10 +1,7 @@
 """functional_attention is F.scaled_dot_product_attention: its arguments, shapes, errors, and how it is seen."""
 
-from __future__ import annotations
-
 import inspect
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +26,7 @@ TOLERANCES = {
 def taken(monkeypatch):
     """The calls that the compiled kernel computed."""
     monkeypatch.setenv("QKEEL_NATIVE", "1")
-    calls: list[object] = []
+    calls = []
     inner = Native.__call__
 
     def counted(self, call):
@@ -69,7 +66,7 @@ def check(qkv, options, case=""):
 
 
 MASK = torch.rand(2, 1, 13, 13) < 0.6
-CALLS: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], bool]] = [
+CALLS = [
     ((2, 4, 13, 16), (2, 4, 13, 16), {"is_causal": True}, True),
     ((2, 4, 13, 16), (2, 4, 13, 16), {"scale": 0.5}, True),
     ((2, 4, 13, 16), (2, 2, 13, 16), {"enable_gqa": True, "is_causal": True}, True),
@@ -122,7 +119,7 @@ def random_call(source):
     qkv = [torch.randn(size).to(dtype) for size in sizes]
     if toss():
         qkv = [x.mT.contiguous().mT for x in qkv]
-    options: dict[str, Any] = {
+    options = {
         "is_causal": source.random() < 0.4,
         "enable_gqa": h != g or toss(),
     }

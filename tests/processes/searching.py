@@ -106,7 +106,7 @@ def alike(numbers, what):
 
 
 def some_faults():
-    faults("fsdp2", every=11)
+    faults("fsdp2", every=23)
 
 
 def faults_with_fully_shard():

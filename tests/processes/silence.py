@@ -1,7 +1,5 @@
 """Processes of which one attends more, or not at all, in some steps; see spawn."""
 
-from __future__ import annotations
-
 import json
 import warnings
 
@@ -38,7 +36,7 @@ def trained(folder):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     found = []
-    reductions: list[str] = []
+    reductions = []
     reduce_ = OwnGroup.reduce_
 
     def noted(self, vector, by):

@@ -1,8 +1,6 @@
 """torch fills an optimizer's state by a step with rate 0 and gradients 0 when a checkpoint asks for it: that step is
 none for the monitor and the remedies."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 
@@ -44,7 +42,7 @@ def trained(remedy, *, filled_first, sgd=False):
         for name, p in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:
                 p.mul_(3)
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if sgd:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     with warnings.catch_warnings(record=True) as said:

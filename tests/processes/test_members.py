@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from qkeel.distributed.reduce import Member, SharedTable
 from qkeel.errors import InvalidValueError
@@ -26,7 +25,7 @@ HEADS, KEYS = 3, 2
 def of_process(seed, n=HEADS):
     """Random statistics."""
     g = torch.Generator().manual_seed(seed)
-    values: dict[str, Tensor] = {}
+    values = {}
     for name, rule in MERGES.items():
         shape = [KEYS if name.startswith(("key_", "n_keys")) else n]
         if rule.how == "sum":

@@ -2,7 +2,6 @@
 
 import functools
 import json
-from typing import Any
 
 import pytest
 from tests.forked import spawn
@@ -12,8 +11,6 @@ from qkeel.monitor import Over, replay
 from qkeel.records import MONITOR_EXTREMES, MONITOR_FIELDS
 
 from .silence import trained
-
-Found = list[list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")

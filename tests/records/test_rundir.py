@@ -7,21 +7,8 @@ import sys
 
 import pytest
 
-from qkeel.errors import (
-    DamagedFileError,
-    RunDirectoryError,
-    UnknownNameError,
-)
-from qkeel.records import (
-    HEAD_FIELDS,
-    STEP_FIELDS,
-    TABLE_COLUMNS,
-    RunDirectory,
-    RunStatus,
-    append_line,
-    explain_field,
-    write_json,
-)
+from qkeel.errors import DamagedFileError, RunDirectoryError
+from qkeel.records import RunDirectory, RunStatus, append_line, write_json
 from qkeel.records.run_directory import made_on
 
 
@@ -132,16 +119,6 @@ def test_two_processes_cannot_hold_one_directory_and_a_dead_one_does_not(
             other.wait()
     with run.lock():
         pass
-
-
-def test_every_recorded_number_has_a_meaning_and_a_unit():
-    for table in (STEP_FIELDS, HEAD_FIELDS, TABLE_COLUMNS):
-        for name, field in table.items():
-            assert field.meaning, name
-            assert field.unit, name
-            assert explain_field(name).endswith("]")
-    with pytest.raises(UnknownNameError, match="max_logit"):
-        explain_field("max_logits")
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git makes the repositories")

@@ -93,6 +93,24 @@ def test_a_token_that_is_all_but_certain_counts_fully():
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("order", [("z_loss", "cap"), ("cap", "z_loss")])
+def test_with_a_final_cap_the_term_is_of_the_capped_logits_in_either_order(order):
+    model = decoder().double()
+    with torch.no_grad():
+        model.head.weight.mul_(30)
+
+    def capped(z):
+        z = 2 * (z / 2).tanh()
+        return cross_entropy(z, targets()) + z_loss(z, C)
+
+    want = gradients(model, capped)
+    specs = {"z_loss": f"z_loss:coefficient={C}", "cap": "final_softcap:cap=2"}
+    with qkeel.apply(model, "+".join(specs[name] for name in order)):
+        got = gradients(model, lambda z: cross_entropy(z, targets()))
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-13)
+
+
 def test_evaluation_costs_nothing():
     model = decoder()
     with qkeel.apply(model, "z_loss", coefficient=C), torch.no_grad():

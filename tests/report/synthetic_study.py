@@ -26,7 +26,7 @@ REMEDIES = (
 )
 LRS = (0.01, 0.03, 0.1)
 # by remedy: largest logit, entropy, held-out loss at the three LRs
-TABLE: dict[str, tuple[tuple[float, float, float], ...]] = {
+TABLE = {
     "none": ((34.6, 1.02, 2.370), (122, 0.53, 2.463), (10_800, 0.03, 2.827)),
     "qk_norm": ((6.6, 1.63, 2.369), (10.1, 1.44, 2.411), (24.9, 1.05, 2.537)),
     "lalr:tau=0.1": ((9.2, 2.03, 2.430), (13.2, 1.80, 2.433), (19.7, 1.04, 2.634)),

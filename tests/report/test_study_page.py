@@ -149,7 +149,9 @@ def test_a_loss_that_is_higher_is_called_so(tmp_path):
 def test_the_table_has_loss_difference_collapses_and_logit_of_each_remedy_and_rate(
     tmp_path,
 ):
-    text = text_of(page(planned(tmp_path / "study", REMEDIES[:2]), tmp_path))
+    html = page(planned(tmp_path / "study", REMEDIES[:2]), tmp_path)
+    assert 'id="section-table"' in html
+    text = text_of(html)
     table = text[text.index("Every remedy and rate", text.index("Charts")) :]
     assert "none 0.1 2.899 2.815 to 2.983 – 8 of 8 18,400" in table
     assert (
@@ -168,6 +170,7 @@ def test_a_study_in_parts_has_a_column_for_them_and_a_choice_of_charts(
     ]
     html = page(make_study(tmp_path / "study", runs, name="mla"), tmp_path)
     assert list(embedded(html)["parts"]) == ["mla, adamw", "mha, muon"]  # type: ignore[call-overload]
+    assert html.count('<td class="text">mha, muon</td>') == 2 * 2
     text = text_of(html)
     assert "mla, adamw, LR 0.01: the largest attention logit is" in text
     assert text.count("none mha, muon 0.1") == 1
@@ -251,17 +254,18 @@ def test_single_runs_make_a_page(tmp_path):
     assert "Held-out loss 2.549 nats/byte; it was 5.553 before training." in html
     assert 'id="chart-logits"' in html
     assert 'id="chart-loss"' not in html  # one dot is no curve
+    assert "qkeel run --remedy qk_norm --lr 0.1 --seed 1" in html
     assert f"<h1>{len(SMALL)} runs compared</h1>" in page(paths, tmp_path)
 
 
 def test_runs_of_different_models_are_said_not_to_be_comparable(tmp_path):
     runs = [
         make_run(tmp_path / str(n), dataclasses.replace(SMALL[0], heads=n))
-        for n in (4, 8)
+        for n in range(1, 12)
     ]
-    assert "These runs differ in model: their losses are not comparable." in page(
-        runs, tmp_path
-    )
+    html = page(runs, tmp_path)
+    assert "These runs differ in model: their losses are not comparable." in html
+    assert "and 3 more values" in html
 
 
 def test_runs_without_a_result_are_listed(tmp_path):
@@ -293,6 +297,12 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
         qkeel.report.write(run, tmp_path / "file" / "r.html")
     with pytest.raises(RunDirectoryError):
         qkeel.report.write(run, tmp_path)
+
+
+def test_long_curves_of_held_out_loss_are_thinned_to_every_nth(tmp_path):
+    run = make_run(tmp_path / "run", Made(steps=6500))
+    (curves,) = chart_data(read_study(run))["runs"]  # type: ignore[misc]
+    assert [step for step, _ in curves["val_loss"]] == list(range(0, 6501, 100))
 
 
 def test_nan_survives_as_null(tmp_path):

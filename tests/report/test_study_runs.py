@@ -50,10 +50,11 @@ def test_the_baseline_comes_first_and_the_order_is_that_of_the_study(
 
 
 def test_every_role_is_a_part(tmp_path):
-    mixed = [dataclasses.replace(made, role=f"mix {made.seed}") for made in SMALL]
+    roles = ("grid", "mix 1")
+    mixed = [dataclasses.replace(made, role=roles[made.seed]) for made in SMALL]
     parts = read_study(make_study(tmp_path / "parts", mixed)).parts()
     assert {name: len(part.runs) for name, part in parts.items()} == {
-        "mix 0": 4,
+        "grid": 4,
         "mix 1": 4,
     }
 

@@ -110,6 +110,8 @@ def test_an_alarm_leads_the_page_with_a_red_light_and_one_fix_to_copy(
     assert text.lower() == f"{check(run)}.".lower()
     html = page(run, tmp_path)
     header = html[html.index("<header") : html.index("</header>")]
+    meta = "124,439,808 parameters · 12 attention layers · AdamW · 590 steps · 60 samples · run"
+    assert meta in header
     assert 'class="lead signal signal-bad"' in header
     assert (
         header.count(
@@ -149,6 +151,8 @@ def test_a_run_that_a_command_watched_is_fixed_by_that_command(line, tmp_path):
     ]
     decided = {"event": "decision", "step": 210, "remedy": "qk_clip:threshold=15"}
     assert fix(dataclasses.replace(run, interventions=[decided])) == []
+    waits = dataclasses.replace(run, interventions=[{**decided, "remedy": ""}])
+    assert fix(waits) == [line]
 
 
 def test_under_an_autopilot_what_counts_is_what_is_left_and_equal_decisions_share_an_entry(
@@ -225,6 +229,7 @@ def test_a_run_of_no_or_one_sample_has_a_page(tmp_path):
     html = page(make_watch(tmp_path / "one", seen), tmp_path)
     assert 'data-chart="growth"' in html
     assert 'data-chart="loss"' not in html
+    assert 'data-chart="runs"' not in html
     assert "section-alarms" not in html
 
 

@@ -441,6 +441,7 @@ CASES: dict[str, Case] = {
         build=reparametrized,
         query=[[("q.parametrizations.weight.original1", 0, block())]],
         key=K,
+        scales=False,
     ),
     "weights of zeros": Case(build=zeroed, query=Q, key=K),
     "latent": Case(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import random
 from collections.abc import Callable
 
@@ -237,6 +238,12 @@ def returns_early(module, args, output):
         (lambda module, args, output: OUTPUTS.update({1: output.detach()}), True),
         (lambda module, args, output: OUTPUTS.setdefault(1, []).append(output), True),
         (lambda module, args, output: None, True),
+        (lambda module, args, output: returns_early(module, args, output), True),
+        (lambda module, args, output: returns_number(module, args, output), False),
+        (
+            lambda module, args, output: output + returns_early(module, args, output),
+            False,
+        ),
         (lambda module, args, output: output * 2, False),
         (lambda module, args, output: output.clone(), False),
         (lambda module, args, output: (CALLS.append(1), output)[1], False),
@@ -307,3 +314,66 @@ def test_a_hook_that_the_first_pass_registers_is_there_once_after_a_search():
     calls.clear()
     model(x)
     assert calls == [1]
+
+
+def weights_by_hand(x):
+    (x @ x.mT / 4).softmax(-1)
+
+
+def fused_weights(x):
+    y = x.unflatten(-1, (2, -1)).transpose(1, 2)
+    F.scaled_dot_product_attention(y, y, y)
+
+
+def weights_without_gradients(x):
+    with torch.no_grad():
+        torch.einsum("btd,bsd->bts", x, x).softmax(-1)
+
+
+@pytest.mark.parametrize("place", ["0.qkv", "1.o", "0", "1"])
+@pytest.mark.parametrize(
+    "when", ["before", "after", "with keywords", "in all", "returned"]
+)
+@pytest.mark.parametrize(
+    "probe", [weights_by_hand, fused_weights, weights_without_gradients]
+)
+def test_attention_that_a_hook_computes_to_record_it_is_no_layer(place, when, probe):
+    def watched(is_probed):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(Layer(), Layer()), torch.randn(2, 5, 16)
+        module, seen = model.get_submodule(place), []
+
+        def hook(called, args, *rest):
+            if called is module:
+                seen.append(probe(args[0]))
+
+        def passed_on(called, args, output):
+            hook(called, args)
+            return output
+
+        register = {
+            "before": module.register_forward_pre_hook,
+            "after": module.register_forward_hook,
+            "with keywords": functools.partial(
+                module.register_forward_hook, with_kwargs=True
+            ),
+            "in all": nn.modules.module.register_module_forward_hook,
+            "returned": module.register_forward_hook,
+        }[when]
+        probing = passed_on if when == "returned" else hook
+        handle = register(probing) if is_probed else None
+        names = [site.name for site in qkeel.find_sites(model, x)]
+        # What returns a value runs in a search too.
+        assert not seen or when == "returned"
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with qkeel.watch(model, optimizer) as monitor:
+            for _ in range(3):
+                model(x).square().mean().backward()
+                optimizer.step()
+        assert len(seen) == 3 * is_probed or when == "returned"
+        if handle is not None:
+            handle.remove()
+        assert names == [site.name for site in monitor.sites] == ["0", "1"]
+        return monitor.history.frame()["max_logit"].tolist()
+
+    assert watched(is_probed=True) == watched(is_probed=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from qkeel import attention, reference
 from qkeel.errors import (
     InvalidTypeError,
     InvalidValueError,
-    QkeelError,
     ShapeError,
     UnknownNameError,
 )
@@ -244,7 +242,7 @@ SCALE = AttentionSpec(scale=Learned(init=2.0))
 LOW = torch.float8_e4m3fn
 ODD = {"q": Q[..., :7], "k": K[..., :7], "v": V[..., :7]}
 ONES, PAIRS = torch.ones(8), torch.ones(5, 5)
-BAD: dict[type[QkeelError], list[dict[str, Any]]] = {
+BAD = {
     InvalidTypeError: [
         {"spec": "qwen3"},
         {"q": [1.0]},

@@ -1,9 +1,5 @@
 """A trained spec gets another position or scale by name, and says no where that makes no sense."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from tests.each_row import each_row
@@ -11,7 +7,6 @@ from tests.each_row import each_row
 from qkeel import preset
 from qkeel.errors import (
     InvalidValueError,
-    QkeelError,
     RefusedError,
     UnknownNameError,
 )
@@ -31,7 +26,6 @@ from qkeel.spec import (
     SlidingWindow,
     YaRN,
 )
-from qkeel.spec.rope import Position
 
 SPEC = AttentionSpec(position=Rope(base=5e4, rotary=0.5))
 LATE = AttentionSpec(norm=RMSNorm(gain="dim"), position=Rope(order="rotate_then_norm"))
@@ -49,7 +43,7 @@ def windowed(window, inner=SPEC.position):
 
 
 # The trained spec, the method with its options, and the position afterwards.
-METHODS_BY_HAND: list[tuple[AttentionSpec, str, dict[str, Any], Position]] = [
+METHODS_BY_HAND = [
     (SPEC, "none", {"factor": 8}, rope(NoStretch())),
     (SPEC, "rope", {"factor": 2}, rope(NoStretch())),
     (SPEC, "pi", {}, rope(PI(factor=1.0))),
@@ -120,7 +114,7 @@ def test_yarn_moves_a_norm_that_commutes_before_the_rotation():
 
 
 INTERLEAVED = AttentionSpec(position=Rope(pairing="interleaved"))
-REFUSED: list[tuple[type[QkeelError], AttentionSpec, str, dict[str, Any]]] = [
+REFUSED = [
     (UnknownNameError, SPEC, "nkt", {}),
     (UnknownNameError, SPEC, "yarn", {"ramp": "steep", **L}),
     *((InvalidValueError, SPEC, "pi", {"factor": x}) for x in (0.5, float("inf"))),

@@ -1,7 +1,5 @@
 """Positions by name and by layer: one spec for each layer, windows among them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -14,7 +12,6 @@ from qkeel import attention, preset
 from qkeel.errors import (
     InvalidTypeError,
     InvalidValueError,
-    QkeelError,
     RefusedError,
     UnknownNameError,
 )
@@ -152,7 +149,7 @@ def test_positions_of_several_layers_are_repeated():
     assert specs == (near(4), near(4), AttentionSpec(), near(4), near(4))
 
 
-REFUSED: list[tuple[type[QkeelError], str, int, int | None]] = [
+REFUSED = [
     *((InvalidValueError, f"hwfa2:full={full}", 4, 64) for full in (0, 4)),
     *((InvalidValueError, name, 1, 64) for name in ("hwfa", "hwfa2")),
     *(

@@ -1,7 +1,5 @@
 """Every preset: builds, explains itself, has the parameters its source has, and starts neutral."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import unicodedata
@@ -86,7 +84,7 @@ def test_options_change_the_spec(name):
 
 
 # Every constant of every preset where nothing is said, written out once more from its source.
-PUBLISHED: dict[str, AttentionSpec] = {
+PUBLISHED = {
     "baseline": AttentionSpec(position=Rope(base=10_000.0)),
     "baseline_logn": AttentionSpec(
         position=Rope(), scale=LogN(train_length=512, clip=False)

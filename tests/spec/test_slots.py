@@ -1,13 +1,10 @@
 """Slots: what they take, refuse, compute, print and start with; neutral settings are the identity."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math
 import pickle
 import unicodedata
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from qkeel import attention, preset, reference
 from qkeel.errors import (
     InvalidTypeError,
     InvalidValueError,
-    QkeelError,
     RefusedError,
     ShapeError,
     UnknownNameError,
@@ -89,7 +85,7 @@ def exactly(a, b):
 # What a slot takes: of each option, what else the slot needs, values just inside of its range, and values outside.
 
 YARN = {"factor": 8, "train_length": 64}
-BOUNDS: list[tuple[type, dict[str, Any], str, tuple, tuple]] = [
+BOUNDS = [
     (L2Norm, {}, "on", ("q",), ("kq",)),
     (RMSNorm, {}, "over", ("layer",), ("heads",)),
     (RMSNorm, {}, "gain", ("head",), ("dims",)),
@@ -135,7 +131,7 @@ BOUNDS: list[tuple[type, dict[str, Any], str, tuple, tuple]] = [
     (Softpick, {}, "eps", (1e-30,), (0.0,)),
     (Sink, {}, "init", (-INF,), (NAN, INF)),
 ]  # fmt: skip
-REFUSED: list[tuple[type[QkeelError], type, dict[str, Any]]] = [
+REFUSED = [
     (InvalidValueError, LayerNorm, {"bias": True, "gain": "none"}),
     (InvalidValueError, LayerNorm, {"bias": True, "gain": "scalar"}),
     (InvalidValueError, LayerNorm,
@@ -198,7 +194,7 @@ class NoTorch(TorchFunctionMode):
 
 # A neutral hyperparameter is the identity.
 
-NEUTRAL: list[tuple[dict[str, Any], dict[str, Any]]] = [
+NEUTRAL = [
     ({"cap": Softcap(INF)}, {}),
     ({"scale": InverseSqrt(multiplier=1.0)}, {}),
     ({"scale": InverseSqrt(dim=8)}, {}),

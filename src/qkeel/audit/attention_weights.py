@@ -141,7 +141,6 @@ _CROSS = re.compile(
 )
 _SCALES = ("_scale_inv", "_scale", ".SCB", ".absmax")
 _SCALES_OF_8_BITS = ("scale_weight", "weight_scale", "scale")
-_ADAPTERS = ("lora_A.weight", "lora_A.default.weight", "lora_down.weight")
 # What GPTQ, AWQ, compressed-tensors, HQQ and bitsandbytes store in place of a weight.
 _QUANTISED = (
     "qweight",
@@ -340,10 +339,16 @@ def _without_bound(plan: SitePlan, leaves: Sequence[str]) -> SitePlan:
 
 def _check_readable(tensors: Tensors, name: str) -> None:
     module, tensor = name.removesuffix("weight"), tensors[name]
-    if any(f"{module}{adapter}" in tensors for adapter in _ADAPTERS):
-        raise _UnreadError(
-            f"{name} has a low-rank adapter beside it; merge it into the weight first"
-        )
+    for other, beside in tensors.items():
+        is_beside = other.startswith(module) and other != name and beside.floating
+        if (
+            is_beside
+            and len(beside.shape) > 1
+            and not other.endswith(_SCALES_OF_8_BITS)
+        ):
+            raise _UnreadError(
+                f"{name} has a matrix of an adapter beside it ({other}); merge it into the weight first"
+            )
     scales = [name + end for end in _SCALES]
     if tensor.dtype.startswith("F8"):
         scales += [module + end for end in _SCALES_OF_8_BITS]
@@ -447,6 +452,7 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
     # heads together; else the width must be the only possible one.
     fits = [(n // parts, axis) for axis, n in enumerate(shape) if n % parts == 0]
     usual = [(width, axis) for width, axis in fits if width * heads == shape[1 - axis]]
+    # The rows of the MLP follow those of q, k and v, so that their number says nothing of the heads.
     if leaf == "linear1":
         fits = [(shape[1] // heads, 0)] if 3 * shape[1] <= shape[0] else []
     elif geometry.head_dim is not None:
@@ -671,6 +677,7 @@ def missing_layers(
             numbers.setdefault(match[1], set()).add(int(match[2]))
     # A single layer with attention may be shared by all (ALBERT, Zamba), so nothing is missing.
     stacks = {stack for stack, layers in numbers.items() if len(layers) > 1}
+    # Any tensor shows that its layer was downloaded: in hybrid models, some layers have no attention.
     for name in checkpoint.tensors:
         match = re.match(r"(.*?)\.?(\d+)\.", name)
         if match and match[1] in stacks:

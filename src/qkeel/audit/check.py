@@ -93,6 +93,7 @@ def check(
         >>> print(check(Attention(16, 2), torch.randn(1, 4, 16), sees="causal"))
         healthy: sees what it should (causal): output did not move in 3 trials
     """
+    # In this form NaN is refused as well.
     if not threshold > 0:
         raise InvalidValueError(f"expected a threshold above 0 nats, got {threshold}")
     if isinstance(model_or_path, nn.Module):
@@ -285,9 +286,11 @@ def of_scan(scanned: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
     largest, layer = math.nan, ""
     for site in scanned.sites:
         bounds = site.bounds()
+        # One head without a bound leaves the layer without one.
         bound = max(bounds) if all(map(math.isfinite, bounds)) else math.nan
         if math.isnan(bound):
             unread.append(site.name)
+        # The first bound replaces NaN, with which every comparison is false.
         elif not bound <= largest:
             largest, layer = bound, site.name
         for assumed in site.assumed:

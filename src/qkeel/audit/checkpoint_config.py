@@ -86,7 +86,11 @@ VERIFIED = words(
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
     """The sizes of an attention layer, each None if neither config nor flags give it. A `scale` of None means
-    1/√head_dim."""
+    1/√head_dim.
+
+    >>> Geometry(n_heads=8).scale_of(64)
+    0.125
+    """
 
     n_heads: int | None = None  #: query heads
     n_kv_heads: int | None = None  #: key heads
@@ -212,6 +216,7 @@ def _kv_heads(config: ConfigMapping) -> int | None:
         # Falcon, GPT-BigCode.
         return 1
     key_heads = first_number(config, N_KV_HEADS)
+    # The halves of an encoder-decoder may differ in their heads, and N_HEADS would give those of the encoder to both.
     if key_heads is not None or "decoder_attention_heads" in config:
         return key_heads
     # Models without grouped keys omit the field.

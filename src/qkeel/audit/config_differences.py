@@ -116,6 +116,7 @@ def _numbers(config: ConfigMapping, word: str) -> list[float]:
     for key, value in config.items():
         if isinstance(value, Mapping):
             numbers += _numbers(value, word)
+        # By exact type, as a flag is an int as well.
         elif word in str(key) and type(value) in (int, float):
             numbers.append(float(value))
     return numbers

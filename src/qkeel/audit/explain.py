@@ -317,6 +317,7 @@ class SiteEvidence:
         for name, p in self.trace.scopes[self.site.name][1].named_parameters():
             if len(numbers) and p.numel() in (1, len(numbers)) and not p.is_meta:
                 values = p.detach().double().cpu().flatten().expand_as(numbers)
+                # Swin V2 stores the logarithm of its scale.
                 if any(
                     torch.allclose(x, numbers, rtol=1e-3, atol=1e-6)
                     for x in (values, values.exp())

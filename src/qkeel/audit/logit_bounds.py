@@ -79,6 +79,7 @@ def grams(weight: Tensor, weight_slice: Slice) -> Tensor:
 
     Works on one head at a time to bound memory.
     """
+    # Products of two 16-bit numbers are exact in float32.
     wide = torch.float64 if weight.dtype.itemsize >= 4 else torch.float32
     products = torch.empty(
         len(weight_slice.starts), weight_slice.rows, weight_slice.rows, dtype=wide

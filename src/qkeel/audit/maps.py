@@ -185,6 +185,7 @@ def _weights(
     index = torch.tensor(heads, device=device)
     # Nothing to join where no row is wanted.
     blocks = [torch.zeros(b, len(heads), 0, s, device=device)]
+    # Under autocast the logits would be rounded to half precision.
     with torch.autocast(device.type, enabled=False):
         for block in runs_of_rows(rows, max(1, BLOCK // max(1, b * h * s))):
             parts = [

@@ -179,6 +179,7 @@ def unknown_norm(arrived: Tensor, reason: str) -> NormFit:
 def _compared(before: Tensor, after: Tensor, recipe: NormRecipe) -> NormFit:
     """Compares lengths up to one factor, which YaRN or a scale folded into q may add."""
     lengths, expected = after.norm(dim=-1), before.norm(dim=-1)
+    # The factor of least squares.
     factor = float((lengths * expected).sum() / expected.square().sum())
     error = float((lengths - factor * expected).abs().max() / lengths.max())
     error = error if factor > 0 and not math.isnan(error) else math.inf
@@ -214,6 +215,7 @@ def _norms(
 
 def _without_gain(vectors: Tensor, arrived: Tensor, recipe: NormRecipe) -> NormFit:
     fit = _compared(vectors, arrived, recipe)
+    # An L2 norm is an RMS norm times 1/√d: a factor of that size tells it.
     factor, unit = fit.recipe.factor, vectors.shape[-1] ** -0.5
     is_rms = recipe.kind == "RMS"
     is_l2 = is_rms and recipe.over == "head" and abs(factor / unit - 1) < 1e-3
@@ -303,6 +305,7 @@ def _base(angles: Tensor) -> tuple[float | None, str]:
     pairs = angles.shape[1]
     if pairs == 1:
         return None, "one pair turns"
+    # Angles are known up to whole turns, so their differences are brought back to half a turn on either side.
     steps = torch.remainder(angles.diff(dim=0) + math.pi, 2 * math.pi) - math.pi
     # Positions of packed documents start again: only tokens at which the first pair turns as it mostly does count.
     even = (steps[:, 0] - steps[:, 0].median()).abs() < 0.02
@@ -314,6 +317,7 @@ def _base(angles: Tensor) -> tuple[float | None, str]:
     # log speed = -i · 2 ln(base) / dims: a line through the first and last visible pair.
     slope = float((logs[-1] - logs[0]) / visible[-1])
     deviation = (logs - logs[0] - slope * visible).abs().max()
+    # The first pair turns by 1 per position, whatever the base.
     if float(deviation) > 0.02 or abs(float(logs[0])) > 0.02:
         return None, "the frequencies do not fit a single base"
     return float(f"{math.exp(-slope * pairs):.3g}"), ""

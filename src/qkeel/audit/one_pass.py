@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 from qkeel.audit.output_gates import GateMode
 from qkeel.capture.example import copied
-from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.capture.intercept import CapturedCall
 from qkeel.patching.autograd import base_of
 from qkeel.sites import AttentionSite, HeadSlice
 from qkeel.sites.run import forward
-from qkeel.sites.site import KnownSites
+from qkeel.sites.search import observer
 from qkeel.sites.trace import grouped
 
 _PRODUCTS = frozenset({"linear", "addmm", "matmul", "rmatmul", "mm", "einsum"})
@@ -115,9 +115,6 @@ class OnePass:
 
     def run(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Runs the pass."""
-        layouts = {
-            site.name: site.layout for site in self.sites if site.layout is not None
-        }
         calls: dict[str, CapturedCall] = {}
         gates = GateMode()
 
@@ -126,9 +123,7 @@ class OnePass:
                 calls[captured.name] = captured
                 gates.captured(captured.name)
 
-        watcher = CaptureMode(self.model, keep, layouts=layouts)
-        # A module that several callers share makes a site for each of them.
-        watcher.stack.by_caller = KnownSites.of(self.sites).by_caller
+        watcher = observer(self.model, self.sites, keep)
         names = {id(p): name for name, p in self.model.named_parameters() if p.ndim > 1}
         with ExitStack() as undo:
             # A weight that a parametrization computes is computed once, here, so that it can be told by its identity.

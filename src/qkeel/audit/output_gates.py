@@ -135,6 +135,7 @@ def _means(gate: Tensor, heads: Tensor, shape: torch.Size) -> Tensor:
     """The mean gate of each head; of many numbers, evenly spaced rows of the first dimension speak for all."""
     gate, heads = gate.expand(shape), heads.expand(shape)
     n_heads = int(heads.max()) + 1
+    # Eight rows or more remain.
     step = min(-(-gate.numel() // _AVERAGED), max(1, len(gate) // 8))
     # Unless that dimension is the heads.
     if step > 1 and int(heads[0].max()) - int(heads[0].min()) + 1 == n_heads:

@@ -14,7 +14,11 @@ from qkeel.records import LAYER_TYPES
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """The dimensions of a head that rotate with the position, with pairing and base if known."""
+    """The dimensions of a head that rotate with the position, with pairing and base if known.
+
+    >>> Rotation(dims=64, of=64, pairing="half", base=10_000.0).text()
+    'RoPE (half), base 10,000'
+    """
 
     dims: int  #: number of dimensions that rotate; 0 if unknown
     of: int  #: d, all dimensions of a head
@@ -46,7 +50,11 @@ class Rotation:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NormRecipe:
-    """The norm that is applied to q or k."""
+    """The norm that is applied to q or k.
+
+    >>> NormRecipe(kind="RMS", over="head", gain="per dim").text()
+    'RMS norm over each head, eps unknown, gain per dim'
+    """
 
     kind: str = "none"  #: none, RMS, layer, L2 or unknown
     over: str = ""  #: head, layer, or the unusual axes

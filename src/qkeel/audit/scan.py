@@ -54,6 +54,7 @@ def outliers(sites: Sequence[SiteReport]) -> list[tuple[bool, ...]]:
     high = math.inf
     if finite:
         middle = statistics.median(finite)
+        # Heads that are all alike have no spread; RATIO alone decides then.
         spread = max(statistics.median(abs(x - middle) for x in finite), 1e-12)
         high = middle + max(Z_SCORE * spread / 0.6745, math.log(RATIO))
     return [tuple(math.isnan(x) or x > high for x in row) for row in logs]
@@ -143,6 +144,7 @@ def scan(
 
     def load(name: str) -> Tensor | None:
         stored = checkpoint.tensors.get(name)
+        # A few numbers are copied, as a view would keep the map of its file in memory.
         return None if stored is None else small.read(stored).clone()
 
     reports: dict[str, SiteReport] = {}
@@ -208,6 +210,7 @@ def _norm(reader: TensorReader, tensor: StoredTensor) -> tuple[float, int]:
     total, non_finite = 0.0, 0
     for weight_slice in reader.parts(tensor):
         for values in weight_slice.split(_CHUNK):
+            # `dot` adds up in the dtype of its operands, which in 16 bits is too coarse.
             wide = values if values.dtype.itemsize >= 4 else values.float()
             square = float(wide.dot(wide))
             # Counting is slow, so it is done only where the sum says that something is wrong.

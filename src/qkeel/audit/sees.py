@@ -84,6 +84,9 @@ class Window:
     Args:
         size: the number of tokens, at least 1.
         layers: how many layers pass tokens on; by default the number of attention layers of the model.
+
+    >>> Window(128).size
+    128
     """
 
     size: int
@@ -290,6 +293,7 @@ class _Passes:
 
         If `eager`, the model itself runs, on whose modules hooks may lie, and not the compiled one.
         """
+        # These passes are no training: a monitor of the model must not count or record them.
         with torch.no_grad(), extra_pass(self), undisturbed(self.inner):
             # The same dropout in every pass, else everything moves.
             torch.manual_seed(0)
@@ -303,6 +307,7 @@ class _Passes:
         """The tokens of a trial: other tokens of the batch, or vectors with noise of their own size."""
         tokens = self.tokens.detach()
         if tokens.is_floating_point():
+            # Drawn on the CPU, so that every device tries the same noise.
             generator = torch.Generator().manual_seed(1)
             noise = torch.randn(tokens.shape, generator=generator).to(tokens)
             size = tokens.float().square().mean().sqrt().clamp_min(1e-3)
@@ -347,6 +352,7 @@ class _Passes:
     ) -> tuple[float, tuple[int, int]]:
         """The largest change of an output at the kept positions, and its sample and position."""
         x, y = self.by_position(before), self.by_position(after)
+        # An output whose shape changes with tokens that it must not see has seen them.
         if x is None or y is None or x.shape != y.shape:
             return math.inf, (0, 0)
         wide = torch.complex128 if x.is_complex() else torch.float64

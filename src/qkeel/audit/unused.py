@@ -30,6 +30,7 @@ def unused_parameters(
     if spread(model):
         # A pass with a graph that one process makes alone would gather weights.
         return {}
+    # A caller's `inference_mode` would leave no graph to follow.
     with (
         extra_pass(model),
         torch.inference_mode(False),

@@ -207,6 +207,7 @@ def seen_keys(
             # A query that is padding itself may see anything.
             counted = counted * ~padded_rows
         for kind, mask in masks.items():
+            # Rows of NaN are those that see no key, which have a sentence of their own below.
             by_head = (counted * mask).sum(-1).nan_to_num(0.0).amax((0, 2))
             weight, head = by_head.max(0)
             largest = float(weight), int(head)

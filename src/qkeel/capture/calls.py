@@ -298,9 +298,12 @@ def _lead(
             return ["bh"], (heads[0],), True
         if batch and size > batch and size % batch == 0:
             return ["bh"], (size // batch,), False
+        # Scores have one matrix for each query head, of which there are never fewer than key heads: so the largest.
         return ["bh"], (max((h for h in hints if size % h == 0), default=size),), False
+    # Grouped queries are often kept as [b g h/g t s]: key heads, and the query heads of each.
     if n > 2 and lead[1] * lead[2] in hints:
         return ["b", "h", "h", *"b" * (n - 3)], (lead[1], lead[2]), True
+    # Where several dimensions could be the heads, the second is it far more often than the first: [b h t s].
     order = (1, 0) if n == 2 else (1, 2, 0)
     stated = [i for i in order if lead[i] in hints and (i or lead[0] != batch)]
     if not stated and n > 2:
@@ -317,6 +320,7 @@ def _lead(
 def fewest_keys(k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
     """Returns the distinct keys [b g s d] of keys [b h s d] that are repeated in blocks for grouped queries."""
     h = k.shape[1]
+    # Keys that are all zero are equal in every head, which says nothing about repetition.
     if h < 2 or not torch.equal(k[:, 0], k[:, 1]) or not bool(k.any()):
         return k
     for repeats in range(h, 1, -1):
@@ -394,6 +398,7 @@ class FlexCall(AttentionCall):
         )
         z = AttentionCall.scores(self, q, k[:, :, keys], rows, keys)
         modified = _modified(self.score_mod, z, rows, keys)
+        # Nothing but the difference shows what score_mod has lowered: it is one function, of which no part is a mask.
         kept = ~((modified < 0) & (modified - z <= HIDES))
         return kept if visible is None else visible & kept
 
@@ -803,6 +808,7 @@ class SiteStatistics(Mapping[str, LogitStats]):
             return self
         sites = dict(self)
         for name, heads in self.heads.items():
+            # The module may have made an ordinary call as well, which then has its name.
             site = cat_heads([sites.pop(head) for head in heads])
             sites[name if name not in sites else heads[0]] = site
         return sites

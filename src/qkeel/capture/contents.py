@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from qkeel.errors import caution
 from qkeel.patching.autograd import version_of
 
+# Arguments may hold a whole data set or a long cache: 16 MB of float32 are copied at most.
 _MOST_OBJECTS, _MOST_NUMBERS = 10_000, 1 << 22
 # A gigabyte of float32: less than the gradients and the optimizer's state of the same weights take later on.
 _MOST_WEIGHTS = 1 << 28
@@ -104,6 +105,7 @@ class ObjectContents:
         for restore in self._restores:
             restore()
         for x, contents in self._contents:
+            # In place, since the model and its caller refer to the container itself.
             if not is_same(x, contents):
                 x.clear()
                 x.extend(contents) if isinstance(

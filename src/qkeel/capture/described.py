@@ -150,6 +150,7 @@ class DescribedSiteHooks:
         undo.callback(hook.remove)
 
     def _keep(self, name: str, module: nn.Module, args: object, output: Tensor) -> None:
+        # Gradient checkpointing runs the module again in the backward pass, which is no further call of the model.
         if not torch.compiler.is_compiling() and not recomputing():
             self._outputs[name] = output
 

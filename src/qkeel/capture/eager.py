@@ -168,6 +168,7 @@ class EagerAttentionTracer:
         if not self.tags or name in _FACTORIES:
             return
         x, tag = None, None
+        # The arguments of a write are the tensor, the index and the value; scores in the index would be no operand.
         for argument in step.args[::2] if name == "setitem" else step.arguments():
             candidate = self.tags.get(argument)
             # Scores say more than what others have become.
@@ -218,8 +219,8 @@ class EagerAttentionTracer:
         self.tags.put(step.out, tag)
 
     def _scores(self, step: Step, tag: Scores, x: Tensor) -> None:
-        """Handles a call with scores x."""
         name, out = step.name, step.out
+        # The largest of all scores is also one number for each row, so subtracting it changes no weight.
         is_of_rows = step.is_over_last(x) or (
             name in ("amax", "max") and len(step.arguments()) == 1
         )
@@ -234,6 +235,7 @@ class EagerAttentionTracer:
         elif name in ("softmax", "safe_softmax"):
             self.tags.put(out, Weights(self._softmax(step, tag, x)))
         elif name == "exp":
+            # exp_ has overwritten the scores.
             y = out.log() if out is x else x
             if tag.normalised:
                 self.tags.put(out, Weights(self._attention(step.frame, tag, y)))
@@ -260,6 +262,7 @@ class EagerAttentionTracer:
         """The tag of what a function made of scores x, or None if it does not consist of scores."""
         name, out = step.name, step.out
         if name in VIEWS:
+            # x.view(dtype) reads the same bits as other numbers.
             is_cast = any(isinstance(y, torch.dtype) for y in step.args)
             return None if is_cast else _viewed(step, tag, x)
         if name in _SUMS:
@@ -273,10 +276,12 @@ class EagerAttentionTracer:
             unshifted = x if tag.unshifted is None else tag.unshifted
             return dataclasses.replace(tag, unshifted=unshifted, normalised=True)
         if name == "tanh":
+            # tanh_ overwrites the logits before the cap, which are then unknown.
             is_kept = out is not x
             return dataclasses.replace(
                 tag, uncapped=x if is_kept else None, cap=1.0 if is_kept else None
             )
+        # torch.max(a, b) compares element by element; all other forms reduce.
         if name in ("max", "min"):
             return tag if isinstance(step.argument("other", 1), Tensor) else None
         if name not in ELEMENTWISE:
@@ -290,6 +295,7 @@ class EagerAttentionTracer:
         operand = step.operand(x)
         other_tag = self.tags.get(operand)
         signs = list(_SUMS[step.name])
+        # torch.rsub(x, y) is y - alpha · x; every other function multiplies y by alpha.
         signs[step.name != "rsub"] *= step.kwargs.get("alpha", 1.0)
         if not step.args or step.args[0] is not x:
             signs.reverse()
@@ -315,6 +321,7 @@ class EagerAttentionTracer:
 
     def _with_term(self, step: Step, tag: Scores, term: object, sign: float) -> Scores:
         """The tag of scores to which a mask or a bias was added."""
+        # A softmax does not change if one number is added to all its logits.
         if not isinstance(term, Tensor) or term.numel() == 1:
             return tag
         is_traced = self._lists_missed and not tag.only_tables

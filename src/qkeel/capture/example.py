@@ -154,6 +154,7 @@ class GivenArguments:
         now = ObjectContents(given)
         self._contents.restore()
         try:
+            # deepcopy refuses tensors with a graph, such as hidden states in a cache, so they get copies beforehand.
             memo = {
                 id(x): x.detach().clone()
                 for x in reachable(given)
@@ -237,6 +238,7 @@ class ModuleStack:
         inputs = tuple(tensors((args, kwargs))) if self._keep else ()
         first = args[0] if args else next(iter(kwargs.values()), None)
         # Nearly always the first argument is the hidden states.
+        # The first size of a vector says nothing about a batch.
         if not (isinstance(first, Tensor) and first.ndim > 1):
             first = next((x for x in tensors((args, kwargs)) if x.ndim > 1), None)
         batch = 0 if first is None else first.shape[0]
@@ -466,6 +468,7 @@ def _state_of(
     module: nn.Module, torchs_own: Collection[str]
 ) -> Iterator[Callable[[], None]]:
     """Yields functions that restore a module's tensors, and its attributes and hooks."""
+    # Attributes of scripted modules lie in C++, where vars() does not reach.
     if isinstance(module, torch.jit.ScriptModule):
         yield keep_values(module.buffers(recurse=False))
         return

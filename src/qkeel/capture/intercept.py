@@ -52,6 +52,7 @@ from qkeel.capture.score_calls import (
     scores_call,
 )
 from qkeel.capture.tags import Lost, Scores
+from qkeel.capture.user_hooks import recording_unobserved
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows
 from qkeel.nn import functional_attention
@@ -274,6 +275,7 @@ class CaptureMode(CallObserver):
         sought = [only for _, only in (self._only_in or {"": (None, None)}).values()]
         exchanges = any([only is None or only & _EXCHANGED for only in sought])
         around.enter_context(observed_by(self, exchanges=exchanges))
+        around.enter_context(recording_unobserved(self.stack.root.module))
         self.wants_logsumexp = self.bounded is not None
         if self._only_in is None:
             self.stack.attach(around)
@@ -421,8 +423,8 @@ class CaptureMode(CallObserver):
         if mask is None and 3 <= len(args) <= 5:
             q, k, *_ = iter(args)
             scale = kwargs.get("scale")
-            # In a packed call, which has to be unpacked first, the query heads lie in the token dimension.
-            if q.shape[1] != heads[0] == q.shape[1] * q.shape[-2]:
+            # Of a packed call, which has to be unpacked first, or one with other heads than are known.
+            if q.ndim > 3 and q.shape[1] != heads[0]:
                 return False
             k = k if k.shape[1] in (heads[1], 1) else known_keys(heads, k)
             scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
@@ -456,7 +458,6 @@ class CaptureMode(CallObserver):
         kwargs: Kwargs,
         rows: KernelRows | None,
     ) -> None:
-        """Reads a call of one of torch's fused functions."""
         if self._elsewhere(top):
             return
         self._find(top)

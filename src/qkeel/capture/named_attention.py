@@ -99,6 +99,8 @@ def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         if not is_object:
             return _in_graph(args, kwargs)
+        # As torch would dispatch the call; the mask object compares the function with the one that stands under its
+        # name.
         public, kind = F.scaled_dot_product_attention, type(mask)
         return kind.__torch_function__(public, (kind,), args, kwargs)  # type: ignore[union-attr]
     call = _with_mask_object if is_object else SDPA
@@ -123,6 +125,7 @@ def _with_mask_object(*args: Any, **kwargs: Any) -> Any:
 def _in_graph(args: Any, kwargs: Any) -> Any:
     """Makes a call in code that torch compiles."""
     arguments = sdpa_arguments(args, kwargs)
+    # torch guards on this number, so a graph with the operator is not used any more once nobody asks.
     if not _users[0] or torch.compiler.is_exporting() or not _is_fused(**arguments):
         return SDPA(*args, **kwargs)
     q, k, v = arguments["query"], arguments["key"], arguments["value"]

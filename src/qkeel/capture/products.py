@@ -214,13 +214,13 @@ def _letters(equation: object, first: int, second: int) -> tuple[str, str, str] 
     ellipsis = "".join(spare[: max(n_left, n_right, 0)])
     left = left.replace("...", ellipsis[len(ellipsis) - n_left :])
     right = right.replace("...", ellipsis[len(ellipsis) - n_right :])
-    both = left + right
+    operands = left + right
     result = result.replace("...", ellipsis)
     summed = set(left) & set(right) - set(result)
     for letters in (left, right, result):
         if len(set(letters)) < len(letters):
             return None
-    if not summed or set(both) - summed != set(result):
+    if not summed or set(operands) - summed != set(result):
         return None
     return left, right, result
 
@@ -252,6 +252,8 @@ def viewed(
     ):
         index = args[1] if name == "getitem" else ()
         entries = index if isinstance(index, tuple) else (index,)
+        # An index of tensors, lists or booleans copies, and the strides of a copy do not show along what a factor
+        # varies.
         if not any(isinstance(entry, (Tensor, list, bool)) for entry in entries):
             function = view_function(name)
             pair = [
@@ -279,6 +281,7 @@ def _part(factor: Tensor, x: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor
     view_of_factor = torch.vmap(view, in_dims=-1, out_dims=-1)(
         factor.expand(*sizes, factor.shape[-1])
     )
+    # Expanded dimensions have a stride of 0.
     for dim, step in enumerate(view_of_factor.stride()[:-1]):
         if step == 0 and view_of_factor.shape[dim] > 1:
             view_of_factor = view_of_factor.narrow(dim, 0, 1)

@@ -151,7 +151,6 @@ def _functions() -> list[types.FunctionType]:
 def _begin(
     function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]
 ) -> ObservedCall | None:
-    """Called when a call of an observed function begins."""
     observers = _OBSERVERS.get()
     if not observers or recomputing():
         return None
@@ -254,9 +253,12 @@ def _call(
     if k.shape[1] == q.shape[1]:
         k = geometry.keys(k)
     pos_q = pos_k = None
+    # SDPA aligns its causal mask at the first key, and calls here are aligned at the last one unless positions say
+    # more.
     if causal and t != s:
         pos_q, pos_k = (torch.arange(n, device=q.device) for n in (t, s))
     written = with_four_dimensions(mask if mask is None else mask.detach())
+    # k stands in for the values, which no statistic reads.
     call = make_call(
         _plain(scale),
         *(q, k, k),
@@ -317,6 +319,7 @@ def mha(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:
         k = F.linear(key, weight, bias)[..., m : 2 * m]
     q, k = (x.unflatten(2, (h, -1)).permute(1, 2, 0, 3) for x in (q, k))
     mask = mha_mask(arguments, (b, h, t, k.shape[2]))
+    # For torch, is_causal is a hint about attn_mask, which then hides the same pairs.
     causal = bool(arguments["is_causal"]) and mask is None
     return _call(q, k, 1 / math.sqrt(q.shape[-1]), mask, geometry, causal=causal)
 

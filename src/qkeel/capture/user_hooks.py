@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, final
 
 from torch import nn
 
 from qkeel.capture.contents import ObjectContents
+from qkeel.capture.readers import unobserved
 from qkeel.patching.modes import (
     global_hooks,
     gradient_hooks,
@@ -60,20 +62,16 @@ def hooks_held_back(
         tables.append((hooks_before(module), hooks_after(module)))
     for before, after in tables:
         quiet = True
-        for key, hook in after.items():
-            if _is_of(_WITH_NEEDED_HOOKS, hook):
-                continue
+        for key, hook in _own_hooks(after):
             if returns_nothing(hook):
-                held.append((after, key, hook))
+                held.append((after, key, after[key]))
             else:
                 functions.append(hook)
                 quiet = False
-        for key, hook in before.items():
-            if _is_of(_WITH_NEEDED_HOOKS, hook):
-                continue
+        for key, hook in _own_hooks(before):
             # A hook after forward that changes the output may use what one before it has kept.
             if quiet and returns_nothing(hook) and not _writes_state(hook):
-                held.append((before, key, hook))
+                held.append((before, key, before[key]))
             else:
                 functions.append(hook)
     stores = OutsideStores(functions)
@@ -101,8 +99,58 @@ def hooks_held_back(
                 table[key] = hook
 
 
-def returns_nothing(hook: Callable[..., Any]) -> bool:
-    """True if no way through the code of a hook returns anything but None, or the result of a method such as append.
+@final
+class _Unobserved:
+    """A hook in which no attention call is observed."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with unobserved():
+            return self.hook(*args, **kwargs)
+
+
+@contextmanager
+def recording_unobserved(model: nn.Module) -> Iterator[None]:
+    """A context in which forward hooks that return nothing, or an argument of theirs, run unobserved: attention that
+    they compute from what they see, as probes that log weights do, is none of the model's."""
+    wrapped: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any]]] = []
+    tables = [*global_hooks()]
+    for module in modules_of(model).values():
+        # Nearly all are empty.
+        tables += filter(None, (hooks_before(module), hooks_after(module)))
+    for table in tables:
+        wrapped += [
+            (table, key, hook)
+            for key, hook in _own_hooks(table)
+            if returns_nothing(hook, or_argument=True) and table[key] is hook
+        ]
+    for table, key, hook in wrapped:
+        table[key] = _Unobserved(hook)
+    try:
+        yield
+    finally:
+        for table, key, hook in wrapped:
+            # The pass may have removed the hook.
+            if key in table:
+                table[key] = hook
+
+
+def _own_hooks(
+    table: Mapping[int, Callable[..., Any]],
+) -> Iterator[tuple[int, Callable[..., Any]]]:
+    """Yields the hooks of a table that a program has put there, with their keys."""
+    for key, hook in table.items():
+        # A module may be copied in the middle of a pass.
+        plain = hook.hook if isinstance(hook, _Unobserved) else hook
+        if not _is_of(_WITH_NEEDED_HOOKS, plain):
+            yield key, plain
+
+
+def returns_nothing(hook: Callable[..., Any], *, or_argument: bool = False) -> bool:
+    """True if no way through the code of a hook returns anything but None, or the result of a method such as append or
+    of a function that returns nothing. With `or_argument`, a hook may return an argument that it has not replaced.
 
     >>> features = []
     >>> returns_nothing(lambda module, args, output: features.append(output))
@@ -110,30 +158,56 @@ def returns_nothing(hook: Callable[..., Any]) -> bool:
     >>> returns_nothing(lambda module, args, output: 2 * output)
     False
     """
-    code = getattr(_function_of(hook), "__code__", None)
-    if code is None or code.co_flags & _IS_GENERATOR:
+    function = _function_of(hook)
+    if not isinstance(function, types.FunctionType):
         return False
+    result = _result(function.__code__, or_argument)
+    if not isinstance(result, str):
+        return result
+    try:
+        called = inspect.getclosurevars(function)
+    except ValueError:
+        return False
+    other = {**called.globals, **called.nonlocals}.get(result)
+    return isinstance(other, types.FunctionType) and (
+        _result(other.__code__, or_argument) is True
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _result(code: types.CodeType, or_argument: bool) -> bool | str:
+    """Whether a function returns nothing (or an argument), or the name of the function whose result it returns."""
+    if code.co_flags & _IS_GENERATOR:
+        return False
+    result: bool | str = True
+    kept = {*code.co_varnames[: code.co_argcount]} if or_argument else set()
+    kept -= {x.argval for x in dis.get_instructions(code) if x.opname == "STORE_FAST"}
     # The object of the call that is evaluated last lies at the bottom of the stack, and so does its method.
-    depth, method, before = 0, "", None
+    depth, method, function, before = 0, "", "", None
     for instruction in dis.get_instructions(code):
         name = instruction.opname
         if name == "RETURN_CONST" and instruction.argval is not None:
             return False
         if name == "RETURN_VALUE" and before is not None:
             is_none = before.opname == "LOAD_CONST" and before.argval is None
-            is_call = before.opname.startswith("CALL") and method in _RETURN_NOTHING
-            if not (is_none or is_call):
+            is_none |= before.opname == "LOAD_FAST" and before.argval in kept
+            is_call = before.opname.startswith("CALL")
+            if is_call and function and not method and result in (True, function):
+                result = function
+            elif not (is_none or (is_call and method in _RETURN_NOTHING)):
                 return False
         if name in ("LOAD_METHOD", "LOAD_ATTR") and depth == 1:
             method = instruction.argval
+        if name in ("LOAD_GLOBAL", "LOAD_DEREF") and depth <= 1:
+            function = instruction.argval
         if name == "RETURN_VALUE" or name.startswith("JUMP"):
             depth = 0
         else:
             depth += dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
         if depth <= 0:
-            method = ""
+            method = function = ""
         before = instruction
-    return True
+    return result
 
 
 def _writes_state(hook: Callable[..., Any]) -> bool:

@@ -139,6 +139,7 @@ def visible_digest(call: Seen) -> Tensor | None:
         if mask.dtype != torch.bool:
             mask = mask > torch.finfo(mask.dtype).min
         of_keys = mask.sum((0, 1, 2))
+        # From 1, since an index of 0 would add nothing for the first key.
         indices = torch.arange(1, len(of_keys) + 1, device=device)
         numbers += [of_keys.sum(), (of_keys * indices).sum()]
     if not isinstance(call, ScoresCall):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -93,8 +94,10 @@ def main(arguments: Sequence[str]) -> int:
         code = app(
             words, exit_on_error=False, print_error=False, result_action="return_value"
         )
-        # Here a full disk can still be reported; at the interpreter's end it cannot.
-        sys.stdout.flush()
+        # Here a full disk can still be reported; at the interpreter's end it cannot. A watched program may have closed
+        # stdout, or put something without a flush in its place.
+        with contextlib.suppress(AttributeError, ValueError):
+            sys.stdout.flush()
     except (CycloptsError, QkeelError) as error:
         text = str(error)
         if isinstance(error, MissingArgumentError) and error.argument is not None:

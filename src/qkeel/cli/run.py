@@ -190,6 +190,7 @@ def configure(
         base.to_dict() if base else {}, {} if recipe is None else read_toml(recipe)
     )
     study = values.pop("study", {})
+    # After the recipe, which flags override.
     for flag, (section, field) in _ENTRIES.items():
         value = vars(flags).get(flag)
         # Several values go to the grid, which overrides this.
@@ -264,7 +265,12 @@ def run(
         return FAILED
     row = directory.summary()
     if json_:
-        print(json.dumps({k: v if v == v else None for k, v in row.items()}))
+        # JSON has neither NaN nor infinity, and a run that diverged records both.
+        numbers = {
+            name: None if isinstance(x, float) and not math.isfinite(x) else x
+            for name, x in row.items()
+        }
+        print(json.dumps(numbers, allow_nan=False))
     state = "collapsed" if row["collapsed"] else "healthy"
     outcome_text = f"val_loss {row['val_loss']:.3f}, max logit {number(row['max_logit'])}, {row['cpu_seconds']:.1f} cpu-s"
     console.print(f"{state}: {outcome_text}", highlight=False)
@@ -284,6 +290,7 @@ def _stop_on_interrupt() -> Callable[[], bool]:
         interrupted.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
+    # A shell starts background jobs with the signal ignored, and a handler would undo that.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, handler)
     return interrupted.is_set
@@ -336,6 +343,7 @@ def study_command(name: str) -> Callable[..., int]:
         out: Path = Path(study.out or f"runs/{name}"),
         recipe: Path | None = None,
         how: Annotated[HowFlags, _FLAT] = HowFlags(),
+        # The class of the flags is made here, so it replaces this annotation below, where cyclopts reads it.
         flags: object = flags(),
     ) -> int:
         if vars(flags).get(QUICK.name):

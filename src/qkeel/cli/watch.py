@@ -113,6 +113,7 @@ def watch(
         _become(launcher)
     # So that the script's environment is the same as without qkeel.
     typed = os.environ.pop(TYPED, None)
+    # Read before anything is watched or written: a script that cannot be read ends here.
     source = prepare(program)
     directory = out or Path("qkeel-runs") / program.title
     folder = directory.absolute().parent
@@ -173,6 +174,7 @@ def _misread(command: Sequence[str]) -> InvalidValueError:
 
 def _become(words: list[str]) -> NoReturn:
     """Replaces this process with another command."""
+    # `execv` drops what is still in the buffers of this process.
     sys.stdout.flush()
     os.execv(words[0], words)
 

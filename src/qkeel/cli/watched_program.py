@@ -212,6 +212,7 @@ class MessageSink(Sink):
         started = time.monotonic()
         try:
             write(self.run.path, self.run.path / PAGE, refresh=refresh)
+        # Whatever goes wrong with a page must not end the training, nor be tried again after every record.
         except Exception as error:
             self.writer(f"no page could be written: {type(error).__name__}: {error}")
             self._next_page = math.inf
@@ -274,6 +275,7 @@ class MessageWriter(Handle):
         """Prints at the beginning of a line, even if a progress bar has left the cursor in the middle of one."""
         # a script without bars need not wait for it.
         bars = sys.modules.get("tqdm.std")
+        # tqdm keeps the bars that are on the screen in a private set, which has no public counterpart.
         is_shown = bars is not None and bool(vars(bars.tqdm).get("_instances"))
         text = f"qkeel: {line}"
         if bars is not None and is_shown and self._stream.isatty():
@@ -461,6 +463,7 @@ def chains(optimizer: Optimizer) -> list[list[nn.Module]]:
     module.
     """
     left = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    # Something that holds a few of the parameters, such as a head with a loss, is not the model.
     least = LEAST_SHARE * len(left)
     # The program's variables are not known, so models are sought among all objects. `type`, and not `isinstance`, which
     # asks the object for its class: proxies of other libraries answer by doing things.
@@ -933,9 +936,12 @@ def _behind_python(words: list[str]) -> Program | list[str]:
                 name=name, arguments=tuple(words), module=True, unbuffered=unbuffered
             )
         else:
+            advice = f"Pass it to that interpreter: python {option} -m qkeel watch -- python train.py"
+            if option in ("-c", "-"):
+                advice = f"Save the program in a file: {EXAMPLE}"
             raise InvalidValueError(
                 f"python's option {option} has no effect here, because the script runs in the watcher's own "
-                f"interpreter. Pass it to that interpreter: python {option} -m qkeel watch -- python train.py"
+                f"interpreter. {advice}"
             )
     if not words:
         raise InvalidValueError(

@@ -85,6 +85,7 @@ def absent(name: str, seconds: float, subject: str = "") -> list[int]:
     keys = [f"qkeel/{name}/{other}" for other in range(world())]
     announce(name)
     begin = time.monotonic()
+    # Short pauses for processes that arrive together, longer ones later, since each check is a request to one store.
     pause = 0.001
     while not store.check(keys) and not store.check([f"qkeel/{name}/absent"]):
         waited = time.monotonic() - begin
@@ -228,6 +229,8 @@ def _gather(subject: str, message: _Message) -> list[_Message]:
             raise RuntimeError("the processes have lost each other")
         return _Meetings.group.gather(message, subject)
     except RuntimeError as error:
+        # After a failure the members may be at different calls, so this group's messages would be mistaken for
+        # others.
         _Meetings.group = None
         names = name_processes(absent_ranks) if absent_ranks else "another one"
         raise ApartError(
@@ -300,6 +303,7 @@ def agree(
         return act()
     try:
         outcome = act()
+    # All processes know of it already.
     except ApartError:
         raise
     except Exception as error:

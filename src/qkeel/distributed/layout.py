@@ -121,6 +121,7 @@ def counted(model: nn.Module) -> Callable[[Tensor], bool]:
     """Returns a function that says whether to count this process's part of a parameter. Replicas count only once."""
     axes = split_axes(model.parameters())
 
+    # Along an axis that splits other parameters but not this one, the processes hold replicas of it.
     def counts(p: Tensor) -> bool:
         own_axes = split_axes([p])
         return not any(index for axis, index in axes.items() if axis not in own_axes)

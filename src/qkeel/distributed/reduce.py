@@ -403,6 +403,7 @@ class SharedTable:
         like = {"dtype": further.dtype, "device": device}
         n, size = len(extremes), self.table.size
         largest = torch.full((n + size,), -torch.inf, **like)
+        # The first sum counts the processes that have numbers.
         sums = torch.zeros(1 + size, **like)
         largest[:n].copy_(further, non_blocking=True)
         if vector is not None:

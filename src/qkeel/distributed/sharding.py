@@ -74,6 +74,7 @@ def local_block(name: str, p: Tensor, gathered: int = 0) -> LocalBlock | None:
     # Strided shards, from right to left, split what the contiguous shards leave, as in fully_shard on top of tensor
     # parallelism.
     spans = spans_over([*contiguous, *reversed(strided)])
+    # The spans follow torch's rules from outside, so the sizes show whether these rules are still the same.
     if [last - first for first, last in spans] != list(local(p).shape):
         raise RefusedError(
             f"{name} is split across processes in an unrecognised way: {tuple(placements)}"

@@ -47,6 +47,7 @@ def judge_run(
     measured = np.asarray(heads.values["max_logit"], dtype=np.float64)
     capped = heads.values.get("capped_max_logit", measured)
     judged_logits = entering_logits(measured, capped, heads.values.get("logit_spread"))
+    # `argmax` would return the first NaN, which stands for a head that was not measured.
     logits = np.where(np.isnan(judged_logits), -math.inf, judged_logits)
     n_layers = logits.shape[1]
     names = [
@@ -96,6 +97,7 @@ def judge_run(
     tops, last = logits.max((0, 2)).tolist(), logits[-1].max(1).tolist()
     rows = []
     for name, *numbers in zip(names, tops, last, entropies):
+        # Here -inf stands for a layer without a measurement, while +inf was measured.
         texts = [
             "-" if not math.isfinite(x) and not x > 0 else f"{x:,.4g}" for x in numbers
         ]

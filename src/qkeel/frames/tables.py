@@ -77,7 +77,12 @@ _SHOWN = 6
 
 @final
 class Frame:
-    """A table with `columns` by name, all of the same length; `frame["max_logit"]` is an array [rows]."""
+    """A table with `columns` by name, all of the same length; `frame["max_logit"]` is an array [rows].
+
+    >>> frame = Frame({"step": np.array([0, 5]), "loss": np.array([2.0, 1.5])})
+    >>> frame["loss"].tolist()
+    [2.0, 1.5]
+    """
 
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
         self.columns = dict(columns)
@@ -116,6 +121,7 @@ class Frame:
             writer.writerow(self.columns)
         columns = []
         for values in self.columns.values():
+            # NaN is the one value that differs from itself; `isnan` would raise an error for names.
             cells = values.tolist()
             columns.append(["" if cell != cell else cell for cell in cells])
         writer.writerows(zip(*columns, strict=True))
@@ -234,7 +240,9 @@ def heads_frame(
         return Frame({name: np.zeros(0, kind) for name, kind in kinds.items()})
     n, n_layers, n_heads = next(iter(measured.values())).shape
     names = np.array(
-        [layers[i] if layers else f"layer {i}" for i in range(n_layers)], dtype=object
+        # As objects, the rows share one string per layer, which numpy's own strings would copy at the longest length.
+        [layers[i] if layers else f"layer {i}" for i in range(n_layers)],
+        dtype=object,
     )
     step, layer, head = np.indices((n, n_layers, n_heads)).reshape(3, -1)
     there = np.any(
@@ -277,6 +285,7 @@ def draw_lines(
     """Draws one line per column of values [n k] over steps [n], on a log axis if the values span a factor of 30."""
     from matplotlib import colormaps  # pyright: ignore[reportMissingImports]
 
+    # The last tenth of viridis is a yellow that hardly shows on white.
     colours = colormaps["viridis"](np.linspace(0, 0.9, max(len(names), 2)))
     for column, name, colour in zip(values.T, names, colours, strict=False):
         ax.plot(
@@ -284,6 +293,7 @@ def draw_lines(
             column,
             color=colour,
             label=name,
+            # A line through a single point draws nothing.
             marker="." if len(steps) < 3 else None,
         )
     if len(names) <= _NAMED:
@@ -311,6 +321,7 @@ def draw_heads(
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
     norm, cmap = colors.Normalize(low, high), "viridis"
     if low < 0 < high:
+        # With the same limit on both sides, 0 is the white in the middle of the colours.
         most = max(-low, high, 1.0)
         norm, cmap = colors.SymLogNorm(1.0, vmin=-most, vmax=most), "RdBu_r"
     elif low > 0 and high > 10 * low:

@@ -384,6 +384,7 @@ def newton_schulz(
     bfloat16 units emulate; on such CPUs, float32 is faster and no less accurate.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
+    # The iteration multiplies by the Gram matrix of the rows, which is small if these are few.
     tall = g.shape[-2] > g.shape[-1]
     x = g.mT if tall else g
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)

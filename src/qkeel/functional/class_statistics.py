@@ -126,6 +126,7 @@ def class_maxima(
 ) -> Float[Tensor, "b h r c"]:
     """Returns the row maxima of lowered logits over the keys of each class, or -inf where `n_of`, the number of such
     keys that a row sees, is 0."""
+    # A quarter of the lowest number: hidden pairs are lowered already, and twice as much must stay finite.
     lowest = torch.finfo(z.dtype).min / 4
     tops = []
     for members_of_class in members.unbind(-1):

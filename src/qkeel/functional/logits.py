@@ -130,6 +130,7 @@ def gradient_scale(n: float, head_dim: int | None = None) -> float:
             spread = _log_moment(2 * scale, head_dim) - 2 * _log_moment(scale, head_dim)
         return scale * (1 - math.exp(spread) / n)
 
+    # The bracket is doubled until the maximum lies inside it.
     high = 1.0
     while passed_on(2 * high) > passed_on(high):
         high *= 2
@@ -140,6 +141,7 @@ def _log_moment(scale: float, head_dim: int) -> float:
     """Returns ln E e^(λs) for a cosine s in dimension head_dim: ln Σ_k (λ²/4)^k / (k! (d/2)(d/2 + 1)…(d/2 + k - 1))."""
     term = total = 1.0
     k = 0
+    # Beyond, a term changes no bit of the sum in float64.
     while term > 1e-17 * total:
         k += 1
         term *= scale * scale / 4 / (k * (head_dim / 2 + k - 1))
@@ -274,6 +276,8 @@ def softpick(z: Logits, visible: Visible = None, eps: float = 1e-8) -> Logits:
     if z.shape[-1] == 0:
         return z
     hidden = _hide(z, visible)
+    # At least 0, so that e^-m cannot overflow. The result does not depend on m, so no gradient needs to pass through
+    # it.
     m = hidden.amax(-1, keepdim=True).detach().clamp_min(0.0)
     rise = _blank(torch.exp(hidden - m) - torch.exp(-m), visible)
     return torch.relu(rise) / (rise.abs().sum(-1, keepdim=True) + eps)

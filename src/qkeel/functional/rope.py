@@ -288,6 +288,7 @@ def yarn(
             min(math.ceil(cut(slow)), 2 * half - 1),
         )
         index = torch.arange(half, dtype=theta.dtype, device=theta.device)
+        # The released code adds 0.001 where both ends are the same.
         keep = 1 - ((index - low) / (high - low if high != low else 0.001)).clamp(0, 1)
     return theta * (keep + (1 - keep) / factor)
 

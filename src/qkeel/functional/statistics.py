@@ -377,7 +377,7 @@ def logit_rows(
 ) -> dict[str, Tensor]:
     """Returns extrema, totals and counts of blanked logits z [b h rows n] before the cap; leaves z lowered."""
     b, h, r, _ = z.shape
-    found = {"total": z.sum(-1), "min_logit": visible_keys.least(z)}
+    fields = {"total": z.sum(-1), "min_logit": visible_keys.least(z)}
     top = visible_keys.lower_(z).amax(-1)
     # Comparing every logit costs as much as the exponential and finds nothing if no row maximum is above. Only on a CPU
     # can that be checked without waiting for the device.
@@ -385,10 +385,10 @@ def logit_rows(
     above = (z > threshold).sum(-1).to(z.dtype) if over else torch.zeros_like(top)
     if members is not None:
         of_block = members[:, : z.shape[-1]]
-        found["class_keys"] = visible_keys.counts_of(of_block).expand(b, h, r, -1)
-        found["class_max"] = class_maxima(z, of_block, found["class_keys"])
+        fields["class_keys"] = visible_keys.counts_of(of_block).expand(b, h, r, -1)
+        fields["class_max"] = class_maxima(z, of_block, fields["class_keys"])
     return {
-        **found,
+        **fields,
         "max_logit": top,
         "above": above,
         "n_keys": visible_keys.counts(r, z.device).expand(b, h, r),
@@ -589,6 +589,7 @@ def reduce_fields(
     blank, bound = n < 1, n < 2
     n_queries, n_free, n_pairs = (~blank).sum(1), (~bound).sum(1), n.sum(1)
     x = fields.transpose(1, 2).flatten(2).clone()
+    # A row with a single column has no entropy: exactly 0, whatever rounding has left.
     x[_AT["entropy"]].masked_fill_(n + sinks < 2, 0.0)
     only_counted = x.masked_fill(blank, 0.0)
     sums, lows, tops = (
@@ -602,7 +603,9 @@ def reduce_fields(
     of_queries, of_free, of_pairs = (
         count.clamp_min(1) for count in (n_queries, n_free, n_pairs)
     )
+    # From two keys on: ln 1 = 0 would be divided by, and such rows are left out below.
     largest_entropy = (n + sinks).clamp_min(2).to(x.dtype).log()
+    # Rounding may bring a share a little above 1.
     shares = torch.stack(
         [x[_AT["entropy"]] / largest_entropy, x[_AT["first_weight"]]]
     ).clamp_max_(1)

@@ -99,6 +99,7 @@ def attend(
     )
     t, s = query.shape[2], key.shape[2]
     causal = bool(vars(module).get("is_causal", True) if causal is None else causal)
+    # A single query, as in decoding, sees every key of the cache.
     causal = causal and attention_mask is None and t > 1
     # a static cache that is still empty, so its first keys belong to the queries.
     if causal and s > t:
@@ -216,6 +217,7 @@ def _biased(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         return bias
     if mask is None:
         mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
+    # transformers hides keys with the lowest finite number; -inf in a whole row would make it NaN.
     return torch.where(mask, bias, torch.finfo(bias.dtype).min)
 
 

@@ -358,6 +358,7 @@ class TrackioSink(_LibrarySink):
 
         self._histogram = module.Histogram
         self._run = current_run.get()
+        # The flag is private: in a version without it, the run counts as active.
         stopped: Foreign = (
             None if self._run is None else vars(self._run).get("_stop_flag")
         )

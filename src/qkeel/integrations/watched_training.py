@@ -154,6 +154,7 @@ class WatchedTraining:
             return
         inner = [innermost(x) for x in optimizers if isinstance(x, Optimizer)]
         if self.handle is not None:
+            # The same optimizers have the remedy already; those that a second training makes do not.
             if [reference() for reference in self._optimizers] == inner:
                 return
             self.handle.remove()

@@ -110,10 +110,12 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     """
     warm = round(config.warmup * steps)
     if step < warm:
+        # Counted from 1: a first step at rate 0 would be computed, recorded and change nothing.
         return config.lr * (step + 1) / warm
     if config.schedule == "constant":
         return config.lr
     if config.schedule == "cosine":
+        # A run that is all warm-up has no steps left to divide by.
         done = (step - warm) / max(1, steps - warm)
         return config.lr * (
             config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * done))
@@ -159,13 +161,13 @@ def note(text: str) -> Note:
     """Describes the remedy of a run, with its source.
 
     >>> note("autopilot").source
-    'docs/guides/autopilot.md'
+    'docs/guides/choose-a-remedy.md'
     """
     if not _is_autopilot(text):
         return remedies.note(text)
     return Note(
         "watches the run and applies qk_clip and lalr to the heads that need it",
-        "docs/guides/autopilot.md",
+        "docs/guides/choose-a-remedy.md",
     )
 
 
@@ -234,6 +236,7 @@ def check(config: RunConfig) -> None:
     """Raises an error if the model cannot be built or the remedy cannot be applied to it; takes a few milliseconds."""
     model = config.model
     depth = model.n_layers if model.position else 1
+    # Whether a remedy fits depends on the attention and the heads, not on the width: 8 keeps this cheap.
     narrow = dataclasses.replace(
         model,
         d_model=8,

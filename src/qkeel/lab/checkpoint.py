@@ -246,6 +246,7 @@ def save(directory: RunDirectory, run: RunState, progress: RunProgress) -> None:
         f"model.{name}": t for name, t in _model_tensors(run.model).items()
     }
     numbers: dict[str, object] = {}
+    # safetensors holds nothing but tensors, so the numbers in an optimizer's state travel in the header.
     for index, state in run.optimizer.state_dict()["state"].items():
         for key, value in state.items():
             if isinstance(value, Tensor):
@@ -295,6 +296,8 @@ def read_checkpoint(directory: RunDirectory) -> RunCheckpoint:
     try:
         # Checks the header too.
         tensors = safetensors.torch.load(data)
+        # `load` returns the tensors only, so the metadata are read from the header here: 8 bytes of length, then
+        # JSON.
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         about = json.loads(header["__metadata__"]["qkeel"])
         cpu_seconds = float(about["cpu_seconds"])
@@ -319,6 +322,8 @@ def restore(directory: RunDirectory, run: RunState, checkpoint: RunCheckpoint) -
         run.handle.load(under("remedy.", tensors))
         if run.scaler.is_enabled():
             scale, sound_steps, skipped_steps = tensors[_SCALING].tolist()
+            # The scaler's growth factor, backoff and interval come from the configuration, so today's scaler has them
+            # already.
             state = {
                 **run.scaler.state_dict(),
                 "scale": scale,
@@ -380,6 +385,8 @@ def _load_optimizer(
                 f"state {name} belongs to no parameter; the model has {len(parameters)} parameters"
             )
         state.setdefault(int(index), {})[key] = value
+    # The groups hold settings only, and the loop sets the learning rate of every step: those of the new optimizer
+    # serve.
     optimizer.load_state_dict(
         {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
     )

@@ -159,6 +159,7 @@ def _newest(run_directory: RunDirectory) -> Claim | None:
     ]
     claim = Claim(run_directory, max(numbers), "") if numbers else None
     if claim is not None:
+        # Its owner may have ended, and removed it, since the folder was listed.
         with contextlib.suppress(OSError):
             claim._text = claim.path.read_text(encoding="ascii", errors="replace")
     return claim

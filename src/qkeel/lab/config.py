@@ -32,7 +32,11 @@ OptionalSize = Annotated[int | None, Bound(1, included=True)]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The decoder: sizes, attention and layout."""
+    """The decoder: sizes, attention and layout.
+
+    >>> RunConfig(model=ModelConfig(n_layers=4)).model.n_layers
+    4
+    """
 
     d_model: Count = 64
     """Width of the residual stream."""
@@ -92,7 +96,11 @@ class ModelConfig:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """The source of the text, its tokens and the size of batches."""
+    """The source of the text, its tokens and the size of batches.
+
+    >>> RunConfig(data=DataConfig(context=64)).data.source
+    'stdlib'
+    """
 
     source: str = "stdlib"
     """stdlib, topics, or a path: a text file, a folder, a glob pattern, or .bin (uint16, or .bin#uint8)."""
@@ -145,7 +153,11 @@ class ImagesConfig:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
-    """The optimizer and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule.
+
+    >>> RunConfig(optim=OptimConfig(name="muon")).optim.name
+    'muon'
+    """
 
     name: Literal["adamw", "sgd", "muon"] = "adamw"
     """AdamW, SGD with momentum, or Muon (hidden matrices) with AdamW for the rest."""
@@ -218,7 +230,12 @@ _RETIRED: dict[str, tuple[object, str]] = {
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One training run. Every field except `checkpoint_every` affects the recorded values."""
+    """One training run. Every field except `checkpoint_every` affects the recorded values.
+
+    >>> config = RunConfig(steps=100)
+    >>> config == RunConfig.from_dict(config.to_dict())
+    True
+    """
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)  #: the decoder
     data: DataConfig = dataclasses.field(default_factory=DataConfig)  #: the text
@@ -283,6 +300,7 @@ class RunConfig:
     @property
     def run_id(self) -> str:
         """The first 12 hex digits of the SHA-256 of everything that affects the recorded values (see `identity`)."""
+        # Sorted, or moving a field inside a dataclass would give every run a new name.
         text = json.dumps(self.identity(), sort_keys=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -294,6 +312,7 @@ class RunConfig:
             for name, nothing in names.items():
                 if table[name] == nothing:
                     del table[name]
+        # Each setting that the rest of the configuration makes idle: two runs that differ in it only are one run.
         if self.model.parametrisation == "standard":
             del values["model"]["base_width"], values["model"]["base_head_dim"]
         if self.data.task != "translation":
@@ -302,6 +321,7 @@ class RunConfig:
             del values["images"]
         if self.data.task == "text":
             del values["data"]["task"]
+        # Which of a machine's GPUs trained a run is chance; whether a GPU or the CPU did shows in the last bits.
         return {**values, "device": self.device.split(":")[0]}
 
     def to_dict(self) -> Json:

@@ -54,6 +54,7 @@ def last_step(directory: Path) -> int:
         path = directory / "metrics.jsonl"
         with open(path, "rb") as file:
             file.seek(0, 2)
+            # One line of metrics is far shorter.
             file.seek(max(0, file.tell() - 4096))
             # What follows the last line end was torn by a crash.
             line = file.read().split(b"\n")[-2] + b"\n"
@@ -105,7 +106,11 @@ NETWORK_WAIT = 10.0
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """Execution options of a study; none of them changes a result."""
+    """Execution options of a study; none of them changes a result.
+
+    >>> Execution(workers=2).executor
+    'loky'
+    """
 
     #: number of runs at once; 1 uses this process, None asks the executor
     workers: int | None = 1
@@ -162,6 +167,7 @@ def make_plan(
     for config in {run.role: run.config for run in runs}.values():
         load_task(config)
     axes = dataclasses.replace(plan.grid, remedies=[run.name for run in runs])
+    # Two roles may hold the same configuration, as when a study's grid contains its baseline: it is trained once.
     distinct = list({run.config.run_id: run for run in runs}.values())
     return dataclasses.replace(plan, grid=axes, runs=distinct)
 

@@ -199,6 +199,7 @@ def _begin_worker(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def follow() -> None:
+        # A process whose parent ends is handed to another one, and only then does this number change.
         while os.getppid() == parent:
             time.sleep(0.2)
         os._exit(1)

@@ -120,6 +120,7 @@ def _held_out(
 def _digits() -> tuple[np.ndarray, list[str]]:
     file = files("qkeel.lab").joinpath("pictures", "digits.gz")
     stored = np.frombuffer(gzip.decompress(file.read_bytes()), np.uint8)
+    # A row is one scanned digit: 8×8 grey values from 0 to 16, then the digit itself.
     rows = stored.reshape(-1, 65).astype(np.float32)
     pixels = (rows[:, :64] / 16).reshape(-1, 8, 8, 1)
     return pixels, [_WORDS[int(label)] for label in rows[:, 64]]

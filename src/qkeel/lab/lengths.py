@@ -56,6 +56,7 @@ def check_methods(config: RunConfig, contexts: LongContexts) -> None:
     """
     length = config.data.context
     contexts.check(length)
+    # For its errors alone: a corpus without a document of this length is refused before anything is trained.
     long_texts(load_corpus(config.data), max(contexts.test_lengths), 1)
     for method in map(Method.parse, contexts.posthoc):
         if method.form:
@@ -256,6 +257,7 @@ def changed(
     """
     modules = attentions(model)
     before = [m.spec for m in modules]
+    # All specs are made before the first is set, so that a refusal changes nothing.
     after = [stretched(spec, method, train_length, test_length) for spec in before]
     try:
         for module, spec in zip(modules, after):

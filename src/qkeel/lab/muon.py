@@ -50,6 +50,7 @@ class Muon(torch.optim.Optimizer):
         """Updates every parameter that has a gradient."""
         loss = None
         if closure is not None:
+            # The closure computes gradients, which `no_grad` above would prevent.
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
@@ -67,6 +68,7 @@ class Muon(torch.optim.Optimizer):
         for weight in weights:
             assert weight.grad is not None
             momentum = self._buffer(weight, "momentum")
+            # An average where Jordan's momentum is a sum: the factor between them does not survive Newton-Schulz.
             momentum.lerp_(weight.grad, 1 - group["momentum"])
             update = newton_schulz(weight.grad.lerp(momentum, group["momentum"]))
             weight.mul_(1 - group["lr"] * group["weight_decay"])

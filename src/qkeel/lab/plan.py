@@ -36,6 +36,9 @@ class Grid:
     effect with a different optimizer or width.
 
     With tuning seeds, each remedy runs in every part at its best rate on those seeds.
+
+    >>> Grid(remedies=["none"], lrs=[0.1, 0.01], seeds=[1, 0]).lrs
+    (0.01, 0.1)
     """
 
     remedies: Sequence[str]  #: spec strings, such as "qk_clip:threshold=100"
@@ -83,6 +86,9 @@ class LongContexts:
     The methods are those of `AttentionSpec.extrapolate`, as parsed by Method: 'rerope:window=16' applies to all forms,
     'kna/ntk' applies to one form, and 'baseline/pi@256' continues training at 256 tokens. Lengths are multiples of the
     training length.
+
+    >>> LongContexts(posthoc=["none", "kna/ntk"]).of("qna").posthoc
+    ('none',)
     """
 
     posthoc: Sequence[str] = ("none", "rerope", "ntk")  #: the methods, as strings
@@ -164,6 +170,9 @@ class PlannedRun:
 
     `form` names the attention in studies that compare forms instead of remedies. `part` names the values of the grid's
     axes that distinguish the run's part of the study from other parts; it is included in the name of the role.
+
+    >>> PlannedRun(config=RunConfig(seed=3)).title
+    'none, lr 0.01, seed 3'
     """
 
     config: RunConfig
@@ -343,6 +352,7 @@ class Study:
             name=self.name,
             grid=grid,
             runs=runs,
+            # A study without tests of its own has no use for those of a caller.
             contexts=self.contexts and (contexts or self.contexts),
             primary=primary,
         )

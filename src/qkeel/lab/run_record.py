@@ -433,6 +433,7 @@ class RunRecord:
         self.step += 1
         if self.state.skipped_steps > self._skipped:
             self._skipped = self.state.skipped_steps
+            # The scaler has backed off since; what is reported is the scale that overflowed.
             scale = (
                 self.state.scaler.get_scale() / self.state.scaler.get_backoff_factor()
             )
@@ -536,6 +537,7 @@ class RunRecord:
         record = {
             "step": step,
             "tokens": step * config.data.batch * config.data.context,
+            # `step` counts completed steps, and the rate is that of the last of them.
             "lr": learning_rate(config.optim, max(0, step - 1), config.steps),
             "train_loss": loss,
             "val_loss": held.pop("val_loss", None),

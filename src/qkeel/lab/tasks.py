@@ -299,10 +299,12 @@ class FusedTask(Task):
         """Returns the pixels of each code [codes p], standardised over the patches of the training images."""
         levels, width = self.images.levels, self.images.patch**2
         codes = np.arange(levels**width)
+        # The middle of its range stands for a level.
         pixels = (
             (codes[:, None] // levels ** np.arange(width)) % levels + 0.5
         ) / levels
         trained_pixels = pixels[self.codes[self.train].ravel()]
+        # Images of a single grey would have no spread to divide by.
         return torch.from_numpy(
             ((pixels - trained_pixels.mean()) / (trained_pixels.std() or 1.0)).astype(
                 np.float32
@@ -319,6 +321,7 @@ def _codes(pictures: Pictures, config: ImagesConfig) -> np.ndarray:
             f"{MAX_CODES:,}. Give fewer --levels or a smaller --patch"
         )
     pixels = patches(grey(pictures.pixels), config.patch)
+    # White, which is 1, belongs to the highest level.
     level = np.minimum((pixels * config.levels).astype(np.int64), config.levels - 1)
     return level @ config.levels ** np.arange(width)
 
@@ -408,11 +411,11 @@ def _texts(tokens: Tensor) -> list[str]:
 
 def _translation_examples(sources: np.ndarray) -> Examples:
     """Pairs sources [n t] with their translations, as inputs [n 2t] and targets [n t]."""
-    second = [
+    translations = [
         np.frombuffer(translated(row.astype(np.uint8).tobytes()), np.uint8)
         for row in sources
     ]
-    targets = np.stack(second).astype(np.int64)
+    targets = np.stack(translations).astype(np.int64)
     begin = np.full((len(sources), 1), BEGIN_TRANSLATION)
     return Examples(
         torch.from_numpy(

@@ -200,13 +200,15 @@ def heldout(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
 
 
 def spread(tokens: np.ndarray, context: int, sequences: int) -> np.ndarray:
-    """Returns evenly spaced, disjoint windows of tokens, int64 [n, context + 1]; n ≤ sequences.
+    """Returns evenly spaced windows of tokens, int64 [n, context + 1]; n ≤ sequences.
+
+    Neighbouring windows may share their last and first token or two.
 
     >>> spread(np.arange(10), context=2, sequences=2).tolist()
     [[2, 3, 4], [6, 7, 8]]
     """
     room = len(tokens) - context
-    # No more than fit without overlap.
+    # No more than have inputs of their own.
     count = min(sequences, max(1, room // context))
     starts = ((np.arange(count) + 0.5) / count * room).astype(np.int64)
     return _windows(tokens, starts, context)
@@ -258,6 +260,7 @@ def split(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
     size = 0
     # By hash, so that the split does not depend on names or order.
     for digest in sorted(unique):
+        # A text that does not fit is passed over, so that a smaller one may fill the rest.
         if size < 0.9 * budget and size + len(unique[digest]) <= budget:
             held.add(digest)
             size += len(unique[digest])
@@ -285,6 +288,7 @@ def stamp(source: str) -> tuple[tuple[str, int, int], ...]:
     if not exists:
         files = _matches(Path(source).expanduser())
     else:
+        # A token file is read together with the val.bin beside it.
         files = (
             sorted(path.rglob("*"))
             if path.is_dir()
@@ -420,8 +424,10 @@ def bigram_loss(read: np.ndarray, heldout: np.ndarray, vocab_size: int) -> float
         heldout[:, 1:].ravel().astype(np.int64),
     )
     heldout_pairs = a * vocab_size + b
+    # `searchsorted` returns the length for a pair above all that were read.
     index = np.minimum(np.searchsorted(pairs, heldout_pairs), len(pairs) - 1)
     together = np.where(pairs[index] == heldout_pairs, counts[index], 0)
+    # Tokens that were never read divide by 1; their probability is replaced below.
     weight = np.maximum(of_first[a] + kinds[a], 1)
     probability = (together + kinds[a] * single[b]) / weight
     return float(-np.log(np.where(of_first[a] > 0, probability, single[b])).mean())

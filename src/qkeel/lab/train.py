@@ -78,6 +78,7 @@ def run(
             record = RunRecord(config, run_directory, watcher or Watcher(), claim)
             record.prepare(command)
             train(record)
+        # The directory is at fault, or another process works in it: nothing is written there.
         except RunDirectoryError:
             raise
         except Exception:

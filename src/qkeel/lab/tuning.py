@@ -17,6 +17,7 @@ FOLDER = "tuning"
 def tuning_plan(plan: Plan) -> Plan:
     """Returns the plan of the tuning runs, which are the runs of a plan with the grid's tuning seeds."""
     grid = plan.grid
+    # One run per remedy, rate and part; each is then repeated with every tuning seed.
     first = [run for run in plan.runs if run.config.seed == grid.seeds[0]]
     configs = [
         (run, dataclasses.replace(run.config, seed=seed))

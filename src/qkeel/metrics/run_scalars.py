@@ -123,6 +123,7 @@ def collapsed(entropy: float, val_loss: float, init_loss: float) -> bool:
     >>> collapsed(0.01, 2.0, 5.5), collapsed(1.2, 2.0, 5.5)
     (True, False)
     """
+    # In these forms a loss or an entropy of NaN counts as collapsed.
     return not val_loss < init_loss or not entropy >= COLLAPSE_ENTROPY
 
 
@@ -173,6 +174,7 @@ def spike_score(
         if math.isnan(loss):
             spikes += 1
         elif i >= window and len(before) >= 2:
+            # Equal losses have no deviation; any rise above them counts.
             spikes += loss > statistics.fmean(before) + deviations * max(
                 statistics.stdev(before), 1e-12
             )
@@ -235,7 +237,11 @@ LAYER_ENTROPY = COLLAPSE_ENTROPY / 2
 
 
 class Status(StrEnum):
-    """The verdict of a health check."""
+    """The verdict of a health check.
+
+    >>> str(Status.NOT_KNOWN)
+    'not known'
+    """
 
     HEALTHY = "healthy"
     NOT_HEALTHY = "not healthy"
@@ -250,6 +256,9 @@ class Health:
     `status` is the verdict as a word. `largest` is the largest attention logit (nats) that was measured, or that the
     weights allow, NaN if neither is known; `threshold` is the logit above which attention counts as not healthy.
     `columns` and `rows` contain the table.
+
+    >>> print(Health(status=Status.HEALTHY, sentence="healthy: largest logit 7"))
+    healthy: largest logit 7
     """
 
     status: Status

@@ -63,6 +63,9 @@ class Resolution(Rule):
     scaled product). Both errors are computed from per-head records. scale: the factor applied to q·k, for the same q
     and k whose norms are recorded as query_norm and key_norm; 1/√head_dim if not given. Eager attention needs no scale,
     because the largest logits are recorded after scaling.
+
+    >>> Resolution(dtype="bf16", kernel="fused", head_dim=64).tolerance
+    0.25
     """
 
     dtype: Literal["bf16", "fp16"]  #: number format of q and k, or of the scores
@@ -109,7 +112,11 @@ class Resolution(Rule):
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GainGrowth(Rule):
     """The logit bound that the gains of a q/k norm allow (`gain_bound`, nats) has grown `factor`-fold since the start.
-    A norm with unconstrained gains only moves the growth into the gains."""
+    A norm with unconstrained gains only moves the growth into the gains.
+
+    >>> GainGrowth().factor
+    4.0
+    """
 
     factor: float = GAIN_FACTOR
     severity: Severity = Severity.NOTICE
@@ -135,7 +142,11 @@ class GainGrowth(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IdleNorm(Rule):
-    """A q/k norm is configured but has no effect: a logit is larger than its gains allow (`gain_bound`)."""
+    """A q/k norm is configured but has no effect: a logit is larger than its gains allow (`gain_bound`).
+
+    >>> IdleNorm(kind="rms").cause
+    'the configured q/k norm has no effect'
+    """
 
     kind: Literal["rms", "layer", "l2"]  #: the norm that is configured
     tolerance: float = IDLE_TOLERANCE  #: relative deviation that is tolerated
@@ -166,6 +177,9 @@ class VanishingGradient(Rule):
     so the head hardly trains while the rest of the model does. A single occurrence may be due to chance, or to the
     first step through a projection that starts at zero. If the gradients of most heads have shrunk to less than a tenth
     since the first record, a head that has shrunk as they have is not reported.
+
+    >>> VanishingGradient().remedy
+    'for group in optimizer.param_groups: group["eps"] = 1e-15'
     """
 
     severity: Severity = Severity.NOTICE
@@ -207,6 +221,9 @@ class Setting:
 
     dtype: the dtype of q, k and the scores. kernel: "fused" if the scores are not written to memory. head_dim, scale:
     as in Resolution. norm: the q/k norm that was configured.
+
+    >>> Setting(dtype="bf16", kernel="fused", head_dim=64).norm is None
+    True
     """
 
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
@@ -342,7 +359,14 @@ def _step_remedy(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     )
     frozen = any(not weight.requires_grad for weight in weights)
     if half or frozen or any(len(site.terms) > 1 for site in sites):
-        return "+".join([*["lalr:tau=0.1"][half:], *["qk_clip:threshold=100"][frozen:]])
+        names = []
+        # Small steps would be rounded away in half precision.
+        if not half:
+            names.append("lalr:tau=0.1")
+        # A clip changes weights, and frozen ones are to stay.
+        if not frozen:
+            names.append("qk_clip:threshold=100")
+        return "+".join(names)
     return "qk_clip:threshold=15,steps=matched"
 
 
@@ -376,7 +400,11 @@ def decay_gains(sites: Sequence[AttentionSite]) -> str:
 
 @final
 class AlarmLog:
-    """The alarms that `rules` have raised; each rule raises at most one."""
+    """The alarms that `rules` have raised; each rule raises at most one.
+
+    >>> AlarmLog([]).alarms
+    []
+    """
 
     def __init__(self, rules: Sequence[Rule] = DEFAULT) -> None:
         self.rules = tuple(rules)

@@ -77,6 +77,7 @@ class LogSpaced(Cadence):
         if step < 2:
             return True
         place = round(math.log10(step) * self.per_decade)
+        # Rounding may have moved the step of one place nearer to that of another.
         return any(
             step == round(10 ** (p / self.per_decade))
             for p in (place - 1, place, place + 1)
@@ -228,6 +229,7 @@ class MeasuredSteps:
     def recorded(self, step: int, top: float) -> None:
         """Records the largest logit of a measured training step; call it between two steps only, so that whether a step
         is measured does not change while it goes on."""
+        # With several processes the others may have seen other logits, and all must make the same choice.
         if step != self._recorded and dist.world() == 1 and math.isfinite(top):
             self._recorded, self._tops = step, [*self._tops[1 - MOST_TOPS :], top]
 

@@ -178,6 +178,7 @@ def add_gates(numbers: PassNumbers, site: str, call: Seen) -> None:
     add("lse_min", least.to(n.dtype), n, "min")
     sink = _learned_sink(call)
     if sink is not None:
+        # A head's sink is one number, which is repeated over sequences and queries.
         logit = sink.mean((0, 2)).expand(lse.shape[1])
         add("sink_logit", logit, torch.ones_like(logit))
         add_moments("gate", sink_gate(lse, sink))

@@ -90,9 +90,11 @@ def finite_stages(
         name = f"non_finite_{end}"
         flags[end] = arrays[name] > 0 if name in arrays else np.array(False)
     is_input = flags["input"]
+    # A sum is not finite as soon as one of its terms is not.
     norms = arrays["query_norm_max"] + arrays["key_norm_max"]
     is_product = (arrays["n_products"] > 0) & ~np.isfinite(norms)
     is_logit = arrays[NON_FINITE] > 0
+    # In the order of a pass: everything behind the first stage that is not finite inherits it.
     first = np.select(
         [
             is_weight & (is_input | is_product | is_logit),
@@ -146,6 +148,7 @@ def first_origin(history: History, facts: Facts) -> Origin | None:
     series = history.heads.get("finite_stages")
     if series is None or not len(series):
         return None
+    # Heads that a layer does not have are NaN, which fmin passes over.
     stages = np.fmin.reduce(series[-1], axis=1)
     broken = np.flatnonzero(stages < ALL)
     if not len(broken):
@@ -160,6 +163,7 @@ def first_origin(history: History, facts: Facts) -> Origin | None:
         head = int(np.flatnonzero(series[-1, layer] == stage)[0])
     name = _name(history, layer)
     last = functools.partial(_last, history, layer, head or 0)
+    # They were found before the first pass, so they explain the first record and no later one.
     if facts.loaded and len(history) == 1:
         stage, head, named = WEIGHTS, None, ", ".join(facts.loaded[:3])
         meaning = f"in a weight: {named} is not finite before the first pass"

@@ -114,6 +114,7 @@ class GainBounds:
             # A view costs no launch, and nearly all gains are read whole.
             in_order = index.numel() == len(every) and index.flatten().equal(every)
             return None if in_order else index.to(p.device), None
+        # The parameter is split by rows, and indices count its elements.
         first, last = (n * (p.numel() // len(p)) for n in block.spans[0])
         at = (index - first).clamp(0, max(last - first - 1, 0))
         return at.to(p.device), ((index >= first) & (index < last)).to(p.device)

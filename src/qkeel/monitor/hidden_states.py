@@ -115,6 +115,7 @@ class HiddenStates:
             for call in running
             if call.given is not None
         }
+        # What has entered these modules before they had hooks is looked at now.
         if "" in self._modules and not was_root and self._model in arguments:
             self._add_sum("input", "", arguments[self._model])
         for role, module, before, _ in self._looks:
@@ -173,6 +174,7 @@ class HiddenStates:
         if self._data:
             device = self._data[0].device
             peaks = torch.stack([x.float().to(device) for x in self._data])
+            # Not peaks == inf, which NaN would pass.
             flag = (~(peaks < torch.inf)).any().float()
             flags = flag.expand(len(self._all), 1)
             numbers.add((self._all, "non_finite_data"), Number(flags))
@@ -230,6 +232,7 @@ class HiddenStates:
         with beside_function_modes():
             states = hidden_states(values)
             if states is not None and states.dtype in SUMMED and states.numel():
+                # In float32 or wider, since a sum of finite numbers in half precision may overflow.
                 total = states.sum(dtype=wide(states.dtype))
                 self._sums[side] += [(site, total, 0) for site in self._modules[name]]
 

@@ -16,8 +16,9 @@ from qkeel.distributed.reduce import StepTable
 from qkeel.errors import AlarmWarning, caution
 from qkeel.handle import State
 from qkeel.monitor.alarms import AlarmLog
+from qkeel.monitor.forecast import PlannedRates
 from qkeel.monitor.gather import StepRecord, Transfer
-from qkeel.monitor.history import History, LogitLimit, PlannedRates
+from qkeel.monitor.history import History, LogitLimit
 from qkeel.monitor.numbers import Stats
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.record import Sample
@@ -251,6 +252,7 @@ class Recorder:
     def _tell_alarm(self, alarm: Alarm) -> None:
         if self._group.leads:
             earlier = [x.remedy for x in self.log.alarms if x.step < alarm.step]
+            # A line of code that an earlier alarm has recommended is not said again.
             text = alarm.line if alarm.remedy in earlier else str(alarm)
             caution(text, AlarmWarning)
         self._each(lambda sink: sink.alarm(alarm))
@@ -302,11 +304,14 @@ class Recorder:
 
     def state(self) -> State:
         """The records and the alarms so far, as tensors by name."""
+        # It was loaded, and nothing has been recorded since.
         if self._carried:
             return self._carried
         rows = [dataclasses.asdict(alarm) for alarm in self.log.alarms]
+        # States hold tensors by name, so text travels as bytes.
         alarms = bytearray(json.dumps(rows).encode())
         records = {
+            # A copy, because the recording goes on writing into its columns.
             f"records/{name}": torch.from_numpy(x.copy())
             for name, x in self._recordings["train"].state().items()
         }

@@ -81,6 +81,7 @@ class KeptPass:
         """A context with the random states, running statistics and autocast of the pass; all are put back after it."""
         enabled, dtype = self._autocast
         cast = torch.autocast(self._device.type, dtype=dtype, enabled=enabled)
+        # Compiled code would not run the hooks that look at each module.
         eager = torch.compiler.set_stance("force_eager")
         with (
             extra_pass(self),
@@ -383,6 +384,7 @@ def _all_finite(grads: Sequence[Tensor]) -> bool:
     dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in local]
     if not dense:
         return True
+    # The largest magnitude of a tensor is not finite as soon as one entry is not, in one launch for many tensors.
     norms = torch._foreach_norm(dense, torch.inf)
     flags = torch.stack([norm.to(norms[0].device).isfinite() for norm in norms])
     return bool(flags.all())

@@ -60,6 +60,7 @@ def joined(old: Number, new: Number) -> Number:
     if new.how in ("max", "min"):
         extreme = torch.maximum if new.how == "max" else torch.minimum
         return old._replace(value=extreme(old.value, new.value), weight=weight)
+    # Without data on either side both weigh 0, and the share must not be NaN.
     share = new.weight / (
         weight.clamp_min(1) if isinstance(weight, Tensor) else max(weight, 1)
     )
@@ -110,6 +111,7 @@ class PassNumbers:
                 values = (~values.isfinite()).float()
                 if None in rows:
                     flags = zip(rows, values.unbind())
+                    # -1 computed from what is on the device, as a copy from the host would wait.
                     values = torch.stack([x if row else x - x - 1 for row, x in flags])
                 self.add((sites, name), Number(values[:, None]))
                 continue

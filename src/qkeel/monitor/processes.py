@@ -89,6 +89,7 @@ class ProcessGroup:
     def here(self) -> None:
         """Announces to the other processes, as soon as there are any, that this process watches the model."""
         if not self._name and dist.world() > 1:
+            # Every process makes its monitors in the same order, so a monitor has the same number on all of them.
             number = process_store().add(f"qkeel/monitors/{dist.rank()}", 1)
             self._name = f"monitor {number}"
             announce(f"{self._name} watches")
@@ -122,6 +123,7 @@ class ProcessGroup:
         """Returns whether all processes watch the model; waits for them once, at most 8 seconds."""
         if dist.world() == 1:
             return False
+        # torch.distributed may have been initialised after the monitor was made.
         self.here()
         if self.several and (reason := self._apart()):
             self.stay_alone(reason)

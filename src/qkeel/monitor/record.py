@@ -150,6 +150,7 @@ class Sample:
         """
         if per_layer is None:
             per_layer = layer_fields()
+        # Padded, because trackers sort names as text.
         digits = max(2, len(str(len(self.layers) - 1)))
         key_of = {x: f"layer_{i:0{digits}d}" for i, x in enumerate(self.layers)}
         names = [*self.heads]

@@ -136,6 +136,7 @@ class RecordArrays:
         for name, (parts, compute) in COMPUTED.items():
             if all(part in arrays for part in parts):
                 computed = compute(*[arrays[part] for part in parts])
+                # A bound from the gains is either known whole, or computed from the factors of split gains.
                 arrays[name] = (
                     np.where(np.isnan(computed), arrays[name], computed)
                     if name in arrays

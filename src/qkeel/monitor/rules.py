@@ -26,7 +26,8 @@ from qkeel.monitor.finite_stages import (
     Origin,
     first_origin,
 )
-from qkeel.monitor.history import Forecast, History, RecordPlace, clock, forecast
+from qkeel.monitor.forecast import Forecast, clock, forecast
+from qkeel.monitor.history import History, RecordPlace
 from qkeel.records import LAYER_TYPES, LINEAR, NON_FINITE, explain_field, fold_heads
 
 # Alarms and rules; a rule is a condition on records and has no state.
@@ -54,6 +55,9 @@ class Severity(StrEnum):
 
     NOTICE: worth knowing, but it also occurs in healthy runs. ALARM: without action, the loss suffers. CRITICAL: runs
     do not recover from this.
+
+    >>> [str(severity) for severity in Severity]
+    ['notice', 'alarm', 'critical']
     """
 
     NOTICE = "notice"
@@ -71,6 +75,11 @@ class Alarm:
     describe the alarm in words, `remedy` is the line of code, and `source` states where the threshold comes from.
     `layer` and `head` are None if the rule is about the whole model; `head` is None if it is about a whole layer.
     `cause` says in words what is going wrong; alarms with the same cause belong together and have the same remedy.
+
+    >>> alarm = Alarm(rule="ceiling", severity=Severity.ALARM, step=40, value=120.0, meaning="max logit 120", trend="",
+    ...     remedy="", source="", layer="attn", head=1)
+    >>> alarm.line
+    'alarm at step 40, attn, head 1: max logit 120'
     """
 
     rule: str
@@ -266,9 +275,10 @@ def largest_logit(
         limits = [history.limits.get(layer) for layer in history.layers]
         bounds = np.array([np.inf if x is None else x.bound for x in limits])[:, None]
         last = logits[-1]
-        held = (last <= LOOSE * bounds) & (
-            np.maximum(threshold, factor * last) > bounds
-        )
+        # Infinity times 0 is NaN, which is not over a bound.
+        with np.errstate(invalid="ignore"):
+            over = np.maximum(threshold, factor * last) > bounds
+        held = (last <= LOOSE * bounds) & over
         logits = np.where(held, np.nan, logits)
     if np.isnan(logits[-1]).all():
         return None
@@ -306,10 +316,10 @@ def trend(
     if start == len(values) - 1:
         return ""
     was = f"{of} was {values[start]:.3g} at step {int(history.steps[start]):,}"
-    found = ahead(history, values, 10 * float(values[-1])) if values[-1] > 0 else None
-    if found is None or not grows:
+    growth = ahead(history, values, 10 * float(values[-1])) if values[-1] > 0 else None
+    if growth is None or not grows:
         return was
-    return f"{was}, and it grows by a factor of {2**found.exponent:.2g} each time the training length doubles"
+    return f"{was}, and it grows by a factor of {2**growth.exponent:.2g} each time the training length doubles"
 
 
 # Alarm rules on logits and entropy.
@@ -329,7 +339,11 @@ _MODEL = "the largest of all heads"
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ceiling(ThresholdRule):
     """A head's largest attention logit exceeds `threshold` (nats), which applies to all layers or is given by layer
-    type."""
+    type.
+
+    >>> Ceiling(threshold=100.0).severity
+    <Severity.ALARM: 'alarm'>
+    """
 
     @property
     def name(self) -> str:
@@ -369,6 +383,9 @@ class Growth(Rule):
     unusual batch does not raise an alarm. The forecast is for the largest logit over all heads, because this series is
     smoother than that of a single head, and its intervals are accurate (experiments/notes/alarms.md). The alarm names
     the head that currently has the largest logit.
+
+    >>> Growth(floor=50.0).factor
+    3.0
     """
 
     floor: float = thresholds.GROWTH_FLOOR
@@ -401,6 +418,9 @@ class Approach(ThresholdRule):
 
     Logits are in nats. The forecast is a power law of the sum of learning rates (experiments/notes/alarms.md). The
     threshold applies to all layers, or is given by layer type.
+
+    >>> Approach(threshold=1000.0).horizon
+    4.0
     """
 
     floor: float = thresholds.APPROACH_FLOOR
@@ -458,6 +478,9 @@ class Outlook(ThresholdRule):
     it can fire during the warm-up, whose low rates have had little of the effect that the peak rate will have. The rule
     does not fire if no schedule is known. It does not fit a power law, because so early in a run the first points still
     reflect the logit before training.
+
+    >>> Outlook(threshold=200.0).factor
+    2.0
     """
 
     threshold: Threshold = thresholds.OUTLOOK  #: of all layers, or by their types
@@ -494,6 +517,9 @@ class EntropyCollapse(ThresholdRule):
     The rule applies to layers rather than heads, because healthy models have heads that attend to one key. The
     threshold is half of the value below which a whole model counts as collapsed, because single layers reach 0.1 in
     runs that end only slightly worse (experiments/notes/alarms.md).
+
+    >>> EntropyCollapse().threshold
+    0.05
     """
 
     threshold: Threshold = thresholds.ENTROPY  #: of all layers, or by their types
@@ -550,7 +576,11 @@ class NonFinite(Rule):
     this began (see `records.STAGES`), and not the layers that inherit it.
 
     If a finite logit was over 100 before, and logits are the first to overflow, growth is the likely cause, and the
-    alarm has the cause and the remedy of growth."""
+    alarm has the cause and the remedy of growth.
+
+    >>> NonFinite().cause
+    'numbers of attention are NaN or infinite'
+    """
 
     severity: Severity = Severity.CRITICAL
     source: str = "by definition"
@@ -616,6 +646,9 @@ class Saturation(Rule):
 
     Such a head passes back next to no gradient. Healthy models have heads with as little, such as sinks and heads that
     attend to the key before, so neither of the two alone is a reason.
+
+    >>> str(Saturation().severity)
+    'notice'
     """
 
     fall: float = 10.0
@@ -632,6 +665,7 @@ class Saturation(Rule):
         # Reading all records takes time, and few heads ever get there.
         if not (spreads > self.threshold).any():
             return None
+        # Each head is compared with its own first number, since a layer may run late.
         starts = np.isfinite(entropies).argmax(0)
         early = np.take_along_axis(entropies, starts[None], 0)[0]
         has_fallen = (entropies[-1] * self.fall < early) & (spreads > self.threshold)

@@ -66,6 +66,8 @@ class SparseAttention:
         z, chosen, counted = measured
         positions = torch.arange(t, device=z.device)
         later = positions > positions[rows, None]
+        # Where no chosen key lies behind its query, later keys were not there to be chosen, and dense attention has
+        # none either.
         causal = ~(chosen & later).any()
         allowed = ~(later & causal).expand(chosen.shape)
         if call.query_mask is not None:

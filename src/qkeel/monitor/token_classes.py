@@ -239,6 +239,7 @@ def _class_of_id(source: Mapping[str, Ids]) -> Tensor:
             is_whole = isinstance(numbers, Sequence) and all(
                 type(x) is int for x in numbers
             )
+            # A number that is no id, so that the check below refuses what is no sequence of integers.
             numbers = torch.tensor([*numbers] if is_whole else [0.5])
         if (
             numbers.dtype not in _ID_TYPES

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import distributed as dist
-from qkeel.capture.calls import Seen
+from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import ModuleCall
 from qkeel.capture.intercept import CaptureMode
 from qkeel.capture.visible_sets import (
@@ -49,6 +49,7 @@ class _Ignored:
 
     def extend(self) -> None:
         """Called when an examined change showed the type that was known. The first few are all examined."""
+        # By then `MOST` rules, and the power below stays a small number however long the run is.
         self._examined = min(self._examined + 1, 16)
         self._left = min(2**self._examined // 16, self.MOST)
 
@@ -90,6 +91,7 @@ class WatchedSites:
         self._judged: dict[str, dict[int, Tensor | None]] = {}
         self._latest: dict[str, tuple[int, Tensor | None]] = {}
         self._ignored: dict[str, _Ignored] = {}
+        self._told_heads: set[str] = set()
         # Of the search, told after the pass.
         self._error: QkeelError | None = None
         self._has_attention = self._told_silent = False
@@ -97,6 +99,7 @@ class WatchedSites:
         self._own_pass: SiteSearch | None = None
 
     def _add(self, sites: Sites) -> None:
+        # What is described by hand stands, whatever a search finds in the same module.
         known = {site.name for site in self.all}
         self.all += [site for site in sites if site.name not in known]
         self.all.missed, self.all.indexers = sites.missed, sites.indexers
@@ -154,6 +157,7 @@ class WatchedSites:
     def see(self, name: str, call: Seen) -> None:
         """Records a call of a site. Its visible sets are examined if its keys are not those of the call that was
         examined last. A shorter call is left out where it may be too short to show a window."""
+        self._compare_heads(name, call)
         earlier, queries = self._sets.get(name), call.query_shape[1]
         digest = visible_digest(call)
         known = self._judged.setdefault(name, {})
@@ -171,6 +175,25 @@ class WatchedSites:
         elif queries in known:
             ignored.extend()
         known[queries] = digest
+
+    def _compare_heads(self, name: str, call: Seen) -> None:
+        """Warns once of a call with other heads than those whose weights are known, as some of the tokens may show."""
+        heads = (call.logits if isinstance(call, ScoresCall) else call.q).shape[1]
+        for i, site in enumerate(self.all):
+            if site.name != name or heads == site.n_heads or not site.terms:
+                continue
+            if name in self._told_heads or dist.splits_heads(self.model):
+                continue
+            self._told_heads.add(name)
+            why = f"a call has {heads} heads, and its weights were found for {site.n_heads}"
+            if self.searches:
+                self.all[i] = dataclasses.replace(
+                    site, n_heads=heads, n_kv_heads=heads, terms=(), why=why
+                )
+            caution(
+                f"the heads of {name or 'the model itself'} depend on the input: {why}. Numbers of its weights are not "
+                "those of these heads; watch batches of one length with sites=qkeel.find_sites(model, batch)"
+            )
 
     def _has_changed(self, name: str, queries: int, digest: Tensor | None) -> bool:
         """Whether the visible keys are other ones than those that showed the type. On an accelerator the digest of the

@@ -120,6 +120,7 @@ class HeldRows:
         )
         # A singular value needs all entries of a head, a norm only a part of them.
         self.complete = held.all(1) & has_columns
+        # Rows that are elsewhere get an index in range; `of` puts 0 in their place.
         self._at = (
             (head_slice.index - first).clamp(0, max(last - first - 1, 0)).to(p.device)
         )
@@ -295,6 +296,7 @@ class WeightNorms:
         counted = [
             x for last, x in zip(lasts, rows) if not is_split or self._rows[last].counts
         ]
+        # Where no part counts, the norm of all parts keeps the shape; `Number` below leaves it out of the sum.
         norm = frobenius_norm(counted or rows, site)
         if is_mean:
             weights = [self._parameters[last.parameter] for last in lasts]

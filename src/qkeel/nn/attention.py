@@ -183,6 +183,12 @@ class KVCache(Cache):
     """A cache of keys as they enter the dot product (normed, rotated) and of values, g · (d + e) numbers per token.
 
     For `max_length` see `Cache`.
+
+    >>> layer, cache = Attention(16, 2), KVCache()
+    >>> for token in torch.zeros(3, 1, 1, 16):
+    ...     _ = layer(token, cache=cache)
+    >>> cache.length
+    3
     """
 
     def append(
@@ -200,6 +206,13 @@ class LatentCache(Cache):
     Each token requires l + r numbers (latent, rotated key) in the module's dtype. If keys are normed, it also requires
     one inverse magnitude per head in float32 or wider, which is all that is needed to divide key k_h by its magnitude.
     For `max_length` see `Cache`.
+
+    >>> from qkeel.nn import MLA
+    >>> layer = MLA(32, 4)
+    >>> cache = layer.new_cache()
+    >>> _ = layer(torch.zeros(1, 5, 32), cache=cache)
+    >>> cache.length
+    5
     """
 
     def append(
@@ -604,6 +617,9 @@ class GAU(SpecModule):
 
     Source: Hua et al. 2022, arXiv 2202.10447, section 3.2; the initial values γ = 1 and β = 0 and the lack of biases
     are those of GAU-α (bert4keras).
+
+    >>> GAU(16, size=8)(torch.zeros(1, 3, 16)).shape
+    torch.Size([1, 3, 16])
     """
 
     def __init__(
@@ -688,6 +704,9 @@ class GAUBlock(nn.Module):
 
     Source: pre-norm: arXiv 2202.10447, with LayerNorm or ScaleNorm; post-norm: GAU-α; α: DeepNorm,
     `functional.logits.deepnorm`.
+
+    >>> GAUBlock(GAU(16, size=8))(torch.zeros(1, 3, 16)).shape
+    torch.Size([1, 3, 16])
     """
 
     def __init__(

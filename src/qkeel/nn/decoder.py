@@ -60,6 +60,9 @@ class MLP(nn.Module):
         UnknownNameError: `kind` is neither of these.
 
     Source: Shazeer 2020, arXiv 2002.05202 (SwiGLU).
+
+    >>> MLP(8, 32)(torch.zeros(1, 3, 8)).shape
+    torch.Size([1, 3, 8])
     """
 
     def __init__(
@@ -92,6 +95,10 @@ class Block(nn.Module):
         d_model: width of the stream.
         norm_order: position of the norms in every branch.
         cross_attention: the branch that attends to the `context` of a call.
+
+    >>> from qkeel.nn import Attention
+    >>> Block(Attention(8, 2), MLP(8, 32), 8)(torch.zeros(1, 3, 8)).shape
+    torch.Size([1, 3, 8])
     """
 
     def __init__(
@@ -175,6 +182,9 @@ class DecoderConfig:
 
     With `base_width`, the outputs follow µP: the head is initialised as at that width, and its logits are multiplied by
     base_width / d_model (Yang et al. 2022, arXiv 2203.03466, table 8). µP's learning rates are left to the optimizer.
+
+    >>> DecoderConfig(vocab_size=100, n_heads=8, n_kv_heads=2).d_model
+    64
     """
 
     vocab_size: int  #: number of tokens in the vocabulary
@@ -257,7 +267,12 @@ class DecoderConfig:
 
 @final
 class Decoder(nn.Module):
-    """A language model: embedding, blocks, final RMS norm and head (tied or not), as `config` specifies."""
+    """A language model: embedding, blocks, final RMS norm and head (tied or not), as `config` specifies.
+
+    >>> model = Decoder(DecoderConfig(vocab_size=100))
+    >>> model(torch.zeros(1, 5, dtype=torch.long)).shape
+    torch.Size([1, 5, 100])
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -361,6 +376,7 @@ def build_block(
     if config.attention == "gau":
         # As in the paper; post-norm follows GAU-α, which has none.
         bias = config.norm_order == "pre"
+        # 128 is the head size of the paper.
         gau = GAU(
             width, size=config.head_dim or 128, spec=spec, bias=bias, dropout=dropout
         )
@@ -396,6 +412,10 @@ class FusedEmbedding(nn.Embedding):
         embedding: the table of all tokens. Its weight is shared with this module, and its rows for patches are not
             used.
         pixels: standardised pixels [codes p] of each patch code; patch codes are the last tokens of the vocabulary.
+
+    >>> embed = FusedEmbedding(nn.Embedding(6, 8), torch.zeros(4, 3))
+    >>> embed(torch.tensor([[0, 5]])).shape
+    torch.Size([1, 2, 8])
     """
 
     def __init__(
@@ -434,6 +454,10 @@ class ViT(nn.Module):
 
     Source: Dosovitskiy et al. 2020, arXiv 2010.11929; mean over patches in place of a class token: Beyer et al. 2022,
     arXiv 2205.01580.
+
+    >>> model = ViT(DecoderConfig(vocab_size=10), patches=4, width=12)
+    >>> model(torch.zeros(2, 4, 12)).shape
+    torch.Size([2, 10])
     """
 
     def __init__(self, config: DecoderConfig, *, patches: int, width: int) -> None:

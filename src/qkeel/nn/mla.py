@@ -212,7 +212,12 @@ NewTokens = tuple[Tensor, Tensor, Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSizes:
-    """Sizes of multi-head latent attention, each at least 1."""
+    """Sizes of multi-head latent attention, each at least 1.
+
+    >>> sizes = LatentSizes(kv_latent=64)
+    >>> sizes.kv_latent + sizes.rope_dim  # numbers cached per token
+    72
+    """
 
     #: width of the queries' latent; None: q is projected from the input (DeepSeek-V2-Lite)
     q_latent: int | None = 32
@@ -245,6 +250,9 @@ class MLA(SpecModule):
         impl: the name of a kernel, or "auto" to choose one per call.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+
+    >>> MLA(32, 4)(torch.zeros(1, 3, 32)).shape
+    torch.Size([1, 3, 32])
     """
 
     def __init__(

@@ -113,6 +113,7 @@ def _compiled_call(
     ):
         return None, None
     t, s, scale = q.shape[2], k.shape[2], arguments["scale"]
+    # With fewer keys than queries, torch's alignment to the first key is none that qkeel has.
     if (
         (causal and s < t)
         or not (q.numel() and v.numel())

@@ -136,6 +136,7 @@ def without_checkpoints() -> Iterator[None]:
 def _apply(kind: type[torch.autograd.Function], *args: Any) -> Any:
     """Replaces CheckpointFunction.apply, which this calls unless checkpointed functions are called directly."""
     if _DIRECT.get():
+        # apply gets the function, whether to preserve random states, and the function's own arguments.
         act, _, *arguments = args
         return act(*arguments)
     return super(torch.utils.checkpoint.CheckpointFunction, kind).apply(*args)  # type: ignore[misc]
@@ -157,6 +158,7 @@ class _Generator:
 
 
 def _call_directly() -> Generator[None]:
+    # torch advances the generator, runs the function, and advances it again; nothing happens on either side.
     yield
 
 

@@ -73,6 +73,7 @@ def exchange(function: types.FunctionType, begin: Begin) -> None:
     torch.compile does not trace `begin` and what it returns."""
     key = _NAME + function.__name__
     with _LOCK:
+        # The original code, and after it one entry for each user.
         users = vars(function).setdefault(_NAME, [])
         if not users:
             entrance = _entrance_of(function, begin)
@@ -127,6 +128,7 @@ def _entrance_of(function: types.FunctionType, begin: Begin) -> _Entrance:
 
 def _entrance(function: types.FunctionType, begin: Begin) -> Callable[..., Any]:
     """Returns what the new code of a function calls with the arguments as a tuple and a dict."""
+    # A second function with the original code, since the code of the first one is about to be replaced.
     original = types.FunctionType(
         function.__code__,
         function.__globals__,
@@ -162,6 +164,7 @@ def _entrance(function: types.FunctionType, begin: Begin) -> Callable[..., Any]:
 def _forwarding(name: str, code: types.CodeType) -> types.CodeType:
     """Returns code that passes its arguments to the global `name`; `code` is what it takes the place of."""
     forward: types.FunctionType = eval(f"lambda *args, **kwargs: {name}(args, kwargs)")
+    # Python accepts other code for a function only if it has as many free variables.
     return forward.__code__.replace(co_freevars=code.co_freevars, co_name=code.co_name)
 
 
@@ -444,6 +447,7 @@ class _Running:
             self.frame is not None
             and self.thread == threading.get_ident()
             and not any(f is self.frame for f in running_frames())
+            # A thread that has ended runs nothing.
         ) or self.thread not in sys._current_frames()
 
 

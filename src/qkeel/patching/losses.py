@@ -27,6 +27,7 @@ _SCALING = (
 )
 # DistributedDataParallel hands all outputs of a pass on in one node.
 _HANDS_ON = "_DDPSinkBackward"
+# Both backward() and torch.autograd.grad() run through this function.
 _RUNS_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 

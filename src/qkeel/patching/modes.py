@@ -113,6 +113,7 @@ class FaultGuard:
         except Exception:  # the stack or the memory is still exhausted; the next fault will be reported
             return
         self.error = error
+        # Guarded as well: what switches off may fail for the same reason, which has been reported by now.
         for act in self.off:
             self(act)
 
@@ -435,10 +436,10 @@ lerp_all_in_place = torch._foreach_lerp_
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
-# If torch lacks the name, recomputed passes are counted too; tests/patching covers this.
 # A context in which operators run without autograd, which has been seen to: a call through it costs ten times as much.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
+# If torch lacks the name, recomputed passes are counted too; tests/patching covers this.
 _graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
@@ -637,6 +638,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
                 (state._state_ctx, "iter_forward_root"),
                 *((x, "_training_state") for x in (state, *groups)),
             ]
+            # This is undone last: a group that a failed pass has left marked as running forward would not be
+            # resharded.
             undo.callback(module.reshard)
             for owner, name in kept:
                 undo.callback(setattr, owner, name, vars(owner)[name])
@@ -712,11 +715,11 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    found: list[FSDPModule] = []
+    modules: list[FSDPModule] = []
     for module in model.modules() if fsdp is not None else ():
         if fsdp is not None and isinstance(module, fsdp.FSDPModule):
-            found.append(module)  # type: ignore[arg-type]
-    return found
+            modules.append(module)  # type: ignore[arg-type]
+    return modules
 
 
 # Modes: objects that intercept every torch function or operator call in a thread while they are active.
@@ -815,6 +818,7 @@ class CollectiveMode(TorchDispatchMode):
         args: Args = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
+        # By its name, because importing DTensor takes half as long as importing torch.
         if any(kind.__name__ == "DTensor" for kind in types):
             # a DTensor's operators on its local parts are dispatched to this mode
             # again.

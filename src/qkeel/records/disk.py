@@ -189,6 +189,7 @@ def hold_lock(file: int, wait: float) -> bool:
     except ImportError:
         return True
     start = time.monotonic()
+    # flock itself knows no time limit, so it is asked again and again.
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -236,7 +236,12 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heads:
-    """Per-head values of a run: `values[name]` is [n layers heads]; `layers` are the names of the layers, if known."""
+    """Per-head values of a run: `values[name]` is [n layers heads]; `layers` are the names of the layers, if known.
+
+    >>> heads = Heads(np.array([0, 5]), {"max_logit": np.ones((2, 1, 4))}, ("attn",))
+    >>> heads.values["max_logit"].shape  # records, layers, heads
+    (2, 1, 4)
+    """
 
     steps: np.ndarray  #: [n], the numbers of completed optimizer steps
     values: dict[str, np.ndarray]
@@ -348,6 +353,10 @@ def common_steps(
     """Restricts lines of metrics and values of heads to the steps that both have, the values in float64.
 
     A kill between the two writes leaves a line without its heads. Without any heads, all lines are returned.
+
+    >>> heads = Heads(np.array([0, 5]), {"max_logit": np.ones((2, 1, 4))})
+    >>> common_steps([{"step": 5}, {"step": 10}], heads)[0]
+    [{'step': 5}]
     """
     if not heads.values:
         return [*lines], heads
@@ -374,6 +383,8 @@ def _median(values: np.ndarray) -> np.ndarray:
 
 
 def _largest(values: np.ndarray) -> np.ndarray:
+    # `fmax` ignores NaN, so this is NaN only where no head was measured, and numpy does not warn of it as `nanmax`
+    # does.
     return np.fmax.reduce(values, axis=-1, initial=np.nan)
 
 

@@ -10,7 +10,11 @@ from qkeel.options import lookup
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """A recorded value. Attention logits and entropies are in nats (natural logarithm)."""
+    """A recorded value. Attention logits and entropies are in nats (natural logarithm).
+
+    >>> STEP_FIELDS["max_logit"].unit
+    'nats'
+    """
 
     unit: str  #: the unit, such as nats; "1" for a number without a unit
     meaning: str  #: the meaning, in words
@@ -24,6 +28,9 @@ class HeadField(Field):
     that is above 0 if the value was measured. column: the heading in the monitor's table; "" omits the value.
     per_layer: whether trackers get one series per layer in addition to one for the model. There are no series per head,
     because 80 layers of 64 heads would make 30,720 charts, and trackers become slow above 10,000 charts.
+
+    >>> HEAD_FIELDS["max_logit"].fold
+    'max'
     """
 
     fold: Literal["max", "min", "mean"]
@@ -38,6 +45,9 @@ class LayerField(Field):
 
     of: the per-head value, in HEAD_FIELDS. fold: the name of the formula in records.file_formats. column, per_layer: as
     in HeadField.
+
+    >>> LAYER_FIELDS["sink_head_ratio"].of
+    'sink_share'
     """
 
     of: str

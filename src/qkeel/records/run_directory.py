@@ -64,7 +64,7 @@ def made_on() -> dict[str, str]:
     >>> sorted(made_on())[-1]
     'system'
     """
-    made = {
+    facts = {
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     }
     command = ("git", "rev-parse", "--short=12", "HEAD")
@@ -72,8 +72,8 @@ def made_on() -> dict[str, str]:
     with suppress(OSError):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
-            made["commit"] = done.stdout.strip()
-    return made
+            facts["commit"] = done.stdout.strip()
+    return facts
 
 
 # A run directory contains config.json env.json metrics.jsonl heads.json heads.f32 events.jsonl last/ summary.json DONE.
@@ -86,7 +86,11 @@ FileSizes = Mapping[str, int]
 
 
 class RunStatus(StrEnum):
-    """The state of a run."""
+    """The state of a run.
+
+    >>> RunDirectory(Path("no-such-run")).status
+    <RunStatus.MISSING: 'missing'>
+    """
 
     MISSING = "missing"
     STARTED = "started"
@@ -103,7 +107,11 @@ _STATUS_FILES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The files of one run. Reading never changes anything."""
+    """The files of one run. Reading never changes anything.
+
+    >>> RunDirectory(Path("runs/a")).checkpoint.name
+    'state.safetensors'
+    """
 
     path: Path  #: path of the folder
 
@@ -235,6 +243,7 @@ class RunDirectory:
                     "Choose another directory; nothing was changed."
                 )
             return
+        # Whoever claims or locks a run does so before its configuration is written.
         if self.path.exists() and any(
             not p.name.startswith(("lock", "claim.")) for p in self.path.iterdir()
         ):

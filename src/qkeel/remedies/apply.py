@@ -129,6 +129,7 @@ def apply(
         parse(remedy, **options),
         next((owner for owner in owners(model) if isinstance(owner, Tap)), None),
     )
+    # Remedies on steps need the sites alone; all others run the model again, for which its last batch is kept.
     if tap is not None and tap.sites and all(parsed.on_steps for parsed in remedies):
         return apply_now(model, remedy, optimizer, more, sites=tap.sites)
     if tap is not None and tap.latest is not None:

@@ -179,6 +179,7 @@ def _apply_all(
                 elif trace is not None and not remedy.changes_spec:
                     run_once(bare.model, *bare.batch)
                 _check_others(remedy, sites)
+            # After an interrupt too: the model must not stay half changed.
             except BaseException:
                 inner.remove()
                 raise
@@ -205,6 +206,7 @@ def _by_optimizer(
     for site in target.sites:
         weights = [target.parameter(s.parameter) for s in (*site.query, *site.key)]
         holder = optimizers[0]
+        # Backwards, so that the first of those that hold a weight is the last one noted.
         for optimizer in reversed(optimizers):
             if any(stepped(innermost(optimizer), p) is not None for p in weights):
                 holder = optimizer
@@ -309,6 +311,7 @@ def _recorded(
     def undo() -> None:
         if idle is not None:
             idle.remove()
+        # detach() gives None once the finalizer has run, because the optimizer no longer exists.
         has_ended = ends is not None and ends.detach() is None
         if not has_ended and any(
             active_on(module).get(remedy.name) is not remedy for module in modules

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal, cast, final
 import torch
 from torch import nn
 
+from qkeel.capture.intercept import CapturedCall
 from qkeel.errors import RefusedError, check_known
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
@@ -36,8 +37,9 @@ from qkeel.remedies.head_norms import (
 )
 from qkeel.remedies.processes import agreed
 from qkeel.sites.find import is_normed
-from qkeel.sites.search import seen
+from qkeel.sites.search import observer, run_once, seen
 from qkeel.sites.site import AttentionSite, HeadSlice
+from qkeel.sites.trace import OperandNorms
 from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import GainKind, GainNorm, NormedPart, On, Over
@@ -125,7 +127,8 @@ class ChangeNorm(ChangeSpec):
     def supports(self, site: AttentionSite) -> Refusal | None:
         norm = self.norm()
         refusal = refuse_norm(site, norm)
-        if refusal is None and site.unscaled:
+        # Where stored weights are divided by a norm of theirs, logits need not scale with them.
+        if refusal is None and site.unscaled and not site.reparametrised:
             return Refusal(
                 site.unscaled, "use softcap, which bounds the input of the softmax"
             )
@@ -163,6 +166,7 @@ class ChangeNorm(ChangeSpec):
                 )
             except RefusedError as error:
                 unseen = refuse_unseen(site)
+                # Between projection and product torch's module does nothing, so there any norm may stand in the call.
                 is_torch = isinstance(site.module, nn.MultiheadAttention)
                 if unseen is not None or not (self.works_in_call or is_torch):
                     raise RefusedError(
@@ -305,32 +309,48 @@ class ChangeNorm(ChangeSpec):
     ) -> None:
         """Checks in one pass that every norm runs, and that the vectors in the scores have the length it gives them.
 
+        The search is made again only for what does not show in the vectors themselves: sums of several products, and
+        norms by a user, whose output may have any length.
+
         Raises:
             RefusedError: a norm did not run, or its output does not affect the scores of its site, the outputs of
                 several modules are added, so that the sum is not normed, or an operation between the norm and the
                 scores changes the length.
         """
+        operands: dict[str, list[tuple[OperandNorms, OperandNorms]]] = {}
+
+        def note(captured: CapturedCall) -> None:
+            q, k = captured.call.q, captured.call.k
+            if q is not None and k is not None:
+                pair = OperandNorms.of(q), OperandNorms.of(k)
+                operands.setdefault(captured.name, []).append(pair)
+
         for projection in placed:
             projection.seen = []
         try:
-            trace = seen(target.model, *target.batch, rows=False)
+            run_once(target.model, *target.batch, observer(target.model, sites, note))
         finally:
             sizes = [{*(projection.seen or [0])} for projection in placed]
             for projection in placed:
                 projection.seen = None
-        after = {site.name: site for site in trace.sites}
-        # A norm whose output nothing reads would leave the logits as they are.
-        idle = [
-            s.name for s in sites if s.name not in after or not is_normed(after[s.name])
-        ]
+        norm = self.norm()
+        is_known = norm.kind in KINDS
+        idle: list[str] = []
+        if not is_known or any(site.name not in operands for site in sites):
+            trace = seen(target.model, *target.batch)
+            after = {site.name: site for site in trace.sites}
+            # A norm whose output nothing reads would leave the logits as they are.
+            idle = [
+                site.name
+                for site in sites
+                if site.name not in after or not is_normed(after[site.name])
+            ]
+            operands = trace.operands() if summed or is_known else {}
         if idle or sizes != [{projection.size} for projection in placed]:
             raise RefusedError(
                 f"{self.name}: a norm on the output of the projections of {idle or [s.name for s in sites]} does not "
                 "affect the attention scores, because something other than the module that holds the weights uses them"
             )
-        norm = self.norm()
-        # Only for the norms of known length; of one by a user nothing is known.
-        operands = trace.operands() if summed or norm.kind in KINDS else {}
         for site in sites:
             # eps shortens small vectors. No tolerance is allowed for this if several outputs are summed.
             tolerance = None if site.name in summed else _SHORTER
@@ -342,7 +362,8 @@ class ChangeNorm(ChangeSpec):
                             f"{self.name} at {where(site)}: after the norm of the projection, vectors of {side} reach "
                             f"the scores with a mean square of {least:.3g} to {most:.3g}. An operation on {side} in "
                             "between (a sum of several outputs, an activation, a gate, pooling) changes their length, "
-                            "so the norm does not bound the logits; use softcap, or qk_clip or lalr, which need no norm"
+                            f"or the scores are made from another output than the one that is normed, so the norm "
+                            "does not bound the logits; use softcap, or qk_clip or lalr, which need no norm"
                         )
 
 

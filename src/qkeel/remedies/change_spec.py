@@ -41,6 +41,9 @@ def refuse_unseen(site: AttentionSite) -> Refusal | None:
             "there",
             "use a remedy that changes steps or weights (qk_clip, lalr), or build the model with qkeel.nn",
         )
+    if not site.n_heads:
+        # As of an expert without tokens, whose scores don't say which of their dimensions is empty.
+        return Refusal(site.why, "give a batch in which every layer receives some")
     return None
 
 

@@ -218,7 +218,8 @@ class ChangedCalls(InstanceForward):
                     "something other than the logits; leave that subtraction out (torch's softmax does it), or use "
                     "qk_clip or lalr"
                 )
-            self.note(float(z.detach().masked_fill(visible, -math.inf).max()))
+            hidden = z.detach().masked_fill(visible, -math.inf)
+            self.note(float(hidden.max()) if hidden.numel() else -math.inf)
         # 0 in place of -inf, which would be NaN times a factor of 0 or in a gradient.
         z = torch.where(visible, z, 0.0)
         if self.spec.scale != self.base.scale:
@@ -248,6 +249,7 @@ class ChangedCalls(InstanceForward):
     def multi_head(self, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor | None]:
         """Computes one call of F.multi_head_attention_forward, which is the attention of nn.MultiheadAttention."""
         self.note()
+        # nn.MultiheadAttention gives the arguments up to the output projection's bias by position.
         if len(args) != 13:
             raise RefusedError(
                 "multi_head_attention_forward was called in a way that nn.MultiheadAttention never uses"
@@ -290,6 +292,7 @@ class ChangedCalls(InstanceForward):
         # torch's function drops only in training, whatever the module's rate.
         p = dropout if kwargs.get("training", True) else 0.0
         self._check_scale(1 / math.sqrt(d))
+        # torch demands attn_mask beside is_causal, so the mask says everything.
         call = self._call((q, k, v), mask, causal=False, dropout=p)
         out, weights = (
             run_with_weights(call)

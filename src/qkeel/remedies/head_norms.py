@@ -113,8 +113,9 @@ def heads_of(
         RefusedError: there are none. The message says why.
     """
     side, n_heads = SIDES[part], site.n_heads if part == "q" else site.n_kv_heads
-    # Values have no logit by which an experiment could confirm them.
-    if part != "v" and site.unverified:
+    # Values have no logit by which an experiment could confirm them, and spectral norm lets every head depend on all
+    # stored rows; whether the norms act on whole heads is checked once they are there.
+    if part != "v" and site.unverified and not site.reparametrised:
         raise RefusedError(str(unconfirmed(site)))
     by_branch: dict[str, list[HeadSlice]] = {}
     for s in ways:

@@ -91,6 +91,7 @@ class HeadRows:
     def copies(self) -> list[Tensor]:
         """Returns copies of the rows."""
         rows, copies = self.rows(), self._copies
+        # The model may have been moved or cast since the last step.
         if [(x.shape, x.dtype, x.device) for x in copies] != [
             (x.shape, x.dtype, x.device) for x in rows
         ]:

@@ -298,6 +298,7 @@ class HeadNorms:
             rows = s.rows_of(dist.local(tensor))
             of_rows = rows.to(wide(rows.dtype)).square().sum(1)
             owners = self._owners[i] = self._owners[i].to(of_rows.device)
+            # The number behind the last head gets the rows that belong to none, and is dropped.
             of_heads = of_rows.new_zeros(s.n + 1).index_add_(0, owners, of_rows)[:-1]
             # Of processes that hold the same part, one sends it.
             squares.append((of_heads * self._sums.counted[i]).to(device))

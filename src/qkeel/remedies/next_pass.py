@@ -110,6 +110,7 @@ class AtNextPass(Handle):
                     f"{GIVE_BATCH.format(self.about)}"
                 )
         except QkeelError as error:
+            # Such an error is the model's own, and the pass that follows may raise it where the program expects it.
             cause = error.__cause__
             if isinstance(cause, Exception) and not isinstance(cause, QkeelError):
                 self._failed = error
@@ -144,6 +145,7 @@ class AtNextPass(Handle):
     def _end_waiting(self, hooks: Mapping[Optimizer, object]) -> None:
         self._waits = False
         self._passes.remove()
+        # During a step torch iterates over its hooks, so `_before_step` removes them later.
         if not hooks:
             self._wait_no_more()
 

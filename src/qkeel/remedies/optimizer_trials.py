@@ -148,9 +148,11 @@ def _check_linear(trial: Callable[..., _Trial], remedy: str, kind: str) -> None:
 
     def step_at(share: float, dtype: torch.dtype) -> Tensor:
         stepped = trial(dtype=dtype)
+        # Two steps, so that averages and momentum have begun.
         before = stepped.run(2)
         for state in stepped.optimizer.state.values():
             if "step" in state:
+                # The number in its own type, an int or a tensor.
                 state["step"] = state["step"] * 0 + _LATE_STEP
         for options in stepped.optimizer.param_groups:
             options["lr"] = options["lr"] * share
@@ -164,6 +166,7 @@ def _check_linear(trial: Callable[..., _Trial], remedy: str, kind: str) -> None:
         except Exception as error:
             failure = error
             continue
+        # A step of length 0 would be proportional to anything.
         longest = float(full.abs().max())
         if longest > 0 and torch.allclose(
             full * 0.5, half, rtol=tolerance, atol=tolerance * longest * 1e-3

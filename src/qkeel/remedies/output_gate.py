@@ -60,6 +60,7 @@ class OutputGate(Remedy):
         return compose_all(self._handles(target))
 
     def _handles(self, target: Target) -> Iterator[Handle]:
+        # Every process begins with the same gates, whatever its own generator has drawn.
         rng = torch.Generator().manual_seed(0)
         done: set[int] = set()
         for site in target.sites:

@@ -113,6 +113,10 @@ class FinalSoftcap(Remedy):
     def apply(self, target: Target) -> Handle:
         head = logits_module(target, self.name, self.module)
         hook = head.register_forward_hook(functools.partial(_capped, self.cap))
+        # A z-loss is one of the final logits, whichever remedy was applied first.
+        for key, other in [*head._forward_hooks.items()]:
+            if isinstance(other, _LossHook):
+                head._forward_hooks.move_to_end(key)
         return Handle(hook.remove)
 
 

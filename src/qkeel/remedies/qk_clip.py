@@ -277,6 +277,7 @@ class _Clip:
         """Clips the heads by the maxima since the last step that was not skipped."""
         # The step has come, so a pass that no gradient has reached is not trained by it.
         self.tap.settle()
+        # What was not trained is dropped.
         self.tap.take("eval")
         maxima = {name: x.max_logit for name, x in self.tap.take("train").items()}
         self._has_maxima |= bool(maxima)
@@ -334,6 +335,7 @@ class _Clip:
         factors = with_one(torch.cat([gamma, gamma.sqrt()]))
         for optimizer in self.rows:
             earlier = self._waiting.get(optimizer)
+            # Of an optimizer that has not stepped in between, several clips wait as one.
             self._waiting[optimizer] = (
                 factors if earlier is None else earlier.to(factors) * factors
             )

@@ -247,6 +247,7 @@ class SpectralCap(StepRemedy):
         parts = wider.flatten(0, 1)[None] if self.per == "matrix" else wider
         finite = parts.isfinite().flatten(1).all(1)
         sigma = spectral_norm(torch.where(finite[:, None, None], parts, 0.0))
+        # torch computes both branches, so the divisor is kept away from 0 where the cap is not reached.
         factor = torch.where(
             sigma > self.cap, self.cap / sigma.clamp_min(self.cap), 1.0
         )

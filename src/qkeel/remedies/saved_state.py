@@ -182,6 +182,7 @@ class SavedState:
 
 def _has_stepped(optimizer: Optimizer) -> bool:
     """True if the optimizer's state is that of an optimizer that has taken steps, not one that is only initialised."""
+    # SGD and Muon keep no count of steps, but momenta, which are zero before the first.
     return steps_taken(optimizer) > 0 or any(
         "step" not in state and isinstance(x, Tensor) and bool(local(x).any())
         for state in optimizer.state.values()

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qkeel import distributed as dist
-from qkeel.errors import RefusedError
+from qkeel.errors import RefusedError, caution
 from qkeel.remedies.base import Target, where
 from qkeel.remedies.processes import WHAT
+from qkeel.sites.site import AttentionSite
 
 
 @final
@@ -30,6 +31,7 @@ class SharedMaxima:
         self._sites = target.sites
         #: This process's first head at each site of which it has a part of the heads.
         self._first: dict[str, int] = {}
+        self._told: set[str] = set()
         #: How many values of other layers are around this process's in the row of all layers.
         self._before = self._behind = 0
         self.several = False  #: whether other processes run the same layers
@@ -91,6 +93,9 @@ class SharedMaxima:
         for site in self._sites:
             values = maxima.get(site.name, torch.empty(0, device=device)).to(device)
             missing = site.n_heads - len(values)
+            if missing and len(values) and site.name not in self._first:
+                self._tell(site, len(values))
+                values, missing = values[:0], site.n_heads
             first = min(self._first.get(site.name, 0), missing)
             heads.append(F.pad(values, (first, missing - first), value=-torch.inf))
         row = torch.cat(heads)
@@ -101,3 +106,12 @@ class SharedMaxima:
         sent = F.pad(sent, (self._before, self._behind), value=-torch.inf)
         largest = dist.reduced(sent, "max")
         return largest[self._before : len(largest) - self._behind].to(row)
+
+    def _tell(self, site: AttentionSite, n_heads: int) -> None:
+        """Warns once that a site computes other heads than those whose weights are known."""
+        if site.name not in self._told:
+            self._told.add(site.name)
+            caution(
+                f"qk_clip does not clip {where(site)} in steps in which it has {n_heads} heads: it had {site.n_heads} "
+                "in the example with which it was applied. Apply it with an example as long as what is trained"
+            )

@@ -116,6 +116,7 @@ class PowerIteration:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PowerIteration:
         # A copy of a layer, made while the model runs, runs outside that pass.
+        # Entered before the layers are copied, because their hooks refer to it.
         memo[id(self)] = copied = PowerIteration(())
         copied.layers = copy.deepcopy(self.layers, memo)
         return copied

@@ -95,6 +95,7 @@ class Cell:
     def max_logit(self) -> float:
         """The largest attention logit of all runs, NaN if one is."""
         logits = list(self.values("max_logit").values())
+        # `max` keeps a NaN or loses it, depending on where it stands.
         return (
             math.nan if any(map(math.isnan, logits)) else max(logits, default=math.nan)
         )

@@ -50,6 +50,7 @@ _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "qkeel",  # makes files reproducible
 }
+# With its date in it, a figure that is drawn again from the same records would be a different file.
 _UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
 
 
@@ -99,6 +100,7 @@ def figures(
     written = []
     with rc_context(_STYLE):
         for name, draw in drawn:
+            # Not through pyplot, which would choose a window system and keep every figure until it is closed.
             figure = Figure(figsize=(width, _RATIO * width), layout="constrained")
             draw(figure.subplots())
             make_directory(Path(out))
@@ -167,6 +169,7 @@ def _of_study(study: StudyData) -> Drawing:
         )
     for lr in sorted({run.lr for run in first_part.runs if run.metrics}):
         yield (
+            # The page's minus sign is not ASCII; a file's name gets a hyphen.
             f"max_logit_lr_{rate(lr).replace(chr(0x2212), '-')}",
             lambda ax, lr=lr: _courses(ax, first_part, lr),
         )
@@ -223,6 +226,7 @@ def _courses(ax: Foreign, study: StudyData, lr: float) -> None:
             if m.get("max_logit") is not None
         ]
         if run.lr == lr and points:
+            # matplotlib leaves lines without a label out of the legend, so that each remedy appears there once.
             label = "" if run.remedy in named else run.remedy
             named.add(run.remedy)
             ax.plot(
@@ -247,6 +251,7 @@ def _gains(ax: Foreign, study: StudyData, table: Sequence[Cell]) -> None:
         gain, colour = cell.gain, _colour(study, cell.remedy)
         assert gain is not None
         assert gain.effect is not None
+        # Gains that are equal in all seeds have no spread and so no finite interval.
         if np.isfinite(gain.effect.high):
             ax.plot([gain.effect.low, gain.effect.high], [y, y], color=colour)
         ax.plot([gain.mean], [y], marker="o", markersize=3, color=colour)

@@ -106,6 +106,7 @@ def rounded(value: float | None, digits: int = 5) -> float | int | None:
     if value is None or not math.isfinite(value):
         return None
     short = float(f"{value:.{digits}g}")
+    # Without ".0" the page is shorter; a very large float is shorter with its exponent.
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
@@ -126,6 +127,7 @@ def thin(heights: Sequence[float | None], limit: int = MAX_RECORDS) -> list[int]
         return list(range(len(heights)))
     levels = np.array([-math.inf if x is None else x for x in heights])
     levels[np.isnan(levels)] = math.inf
+    # `limit` - 1 edges bound `limit` - 2 intervals, as the first and the last record stay in any case.
     edges = np.linspace(1, len(heights) - 1, limit - 1).astype(int).tolist()
     # The largest value of each interval preserves spikes, which averaging would hide.
     peaks = [a + int(levels[a:b].argmax()) for a, b in itertools.pairwise(edges)]
@@ -163,6 +165,7 @@ def words(text: str) -> Markup:
 
 def cell(text: str, key: float, small: str = "", kind: str = "") -> Markup:
     """Returns a number cell, where `key` is the sort key and `small` is shown below the text."""
+    # The page sorts by this number, and NaN would have no place in the order.
     sort = "inf" if math.isnan(key) else f"{key:g}"
     below = markup("<small>{}</small>", small) if small else ""
     classes = f"num {kind}".strip()

@@ -322,6 +322,7 @@ def _task_value(cell: Cell, names: Sequence[str]) -> float | None:
     """Returns a number at the end of training, or the ratio of two, averaged over the runs that measured it."""
     values = []
     for run in cell.runs:
+        # The row of the table has the values after training; some measures are only in the records.
         last = {**(run.metrics[-1] if run.metrics else {}), **(run.row or {})}
         numbers = [as_number(last.get(name)) for name in names]
         if 0 not in numbers[1:] and not any(map(math.isnan, numbers)):

@@ -222,6 +222,7 @@ def _row(summary: Row, run: RunData) -> Row:
     for name in ("val_loss", "max_logit", "end_entropy", "init_loss"):
         row[name] = as_number(row.get(name))
     if not isinstance(row.get("collapsed"), bool):
+        # Without the loss at the start, a loss that is NaN and the entropy alone tell a collapse.
         start = math.inf if math.isnan(row["init_loss"]) else row["init_loss"]
         row["collapsed"] = collapsed(row["end_entropy"], row["val_loss"], start)
     return row
@@ -257,6 +258,7 @@ def _distinct(runs: Sequence[RunData]) -> list[RunData]:
         names = [
             run.remedy + (f" ({x})" if x else "") for run, x in zip(group, settings)
         ]
+        # A label is added only where names are still alike.
         for labels in ([run.source for run in group], [run.run_id for run in group]):
             if len(set(names)) < len(names):
                 names = [f"{name} ({label})" for name, label in zip(names, labels)]
@@ -305,6 +307,7 @@ def _options(command: str) -> dict[str, str]:
     options = {}
     for word, following in zip(words, [*words[1:], ""]):
         name, _, value = word.partition("=")
+        # Where a run was written, and how many ran at once, is no property of it.
         if word.startswith("--") and word != "--" and name not in ("--out", "--jobs"):
             options[name] = value or ("" if following.startswith("-") else following)
     return options

@@ -241,6 +241,7 @@ def _alarm_cards(run: Watched, of_run: str) -> list[Markup]:
         first = alarms[0]["step"]
         when = f"since step {first:,}"
         rules = {str(alarm.get("rule")) for alarm in alarms}
+        # It is over only when none of the rules that saw it holds any longer.
         if rules <= run.over.keys():
             last = max(run.over[rule] for rule in rules)
             when = f"from step {first:,}, and no longer at step {last:,}"
@@ -263,6 +264,7 @@ def _alarm_cards(run: Watched, of_run: str) -> list[Markup]:
 
 
 def _gravity(severity: str) -> int:
+    # A severity that this version does not know counts as the gravest.
     return (*_GRAVITY, severity).index(severity)
 
 
@@ -440,15 +442,15 @@ def _run_data(
     run: Watched, names: Sequence[str], most: int, cells: int
 ) -> dict[str, object]:
     rows = np.array(h.thin(run.overall("max_logit").tolist(), most))
-    values, lines = {}, {}
+    run_series, layer_series = {}, {}
     for name in VALUES:
         course = run.overall(name)
         if np.isfinite(course).any():
-            values[name] = h.series(course[rows])
+            run_series[name] = h.series(course[rows])
     for name in names:
         by_layer = run.by_layer(name)
         if by_layer is not None:
-            lines[name] = [h.series(line) for line in by_layer[rows].T]
+            layer_series[name] = [h.series(line) for line in by_layer[rows].T]
     alarms = [
         {
             "step": int(alarm["step"]),
@@ -465,9 +467,9 @@ def _run_data(
         "name": run.name,
         "status": str(run.status),
         "step": [run.steps[i] for i in rows],
-        "values": values,
+        "values": run_series,
         "layers": short_names(run.layers),
-        "lines": lines,
+        "lines": layer_series,
         "leader": run.leader(),
         "last": _last_sample(run, cells),
         "alarms": alarms,
@@ -505,7 +507,7 @@ def _last_sample(run: Watched, cells: int) -> dict[str, object] | None:
     # The map starts with the fields that have a chart; a large model has room for few others.
     names = sorted(
         last,
-        key=lambda name: (*LINES, name).index(name) if name in LINES else len(LINES),
+        key=lambda name: LINES.index(name) if name in LINES else len(LINES),
     )
     fields = {}
     for name in names[: max(2, cells // last[names[0]].size)]:
@@ -604,6 +606,7 @@ def _layers(run: Watched) -> Markup:
         for name, values in last.items():
             cells.append(h.measured(float(values[i]), _extreme_head(run, name, i)))
         rows.append(h.table_row(layer, *cells))
+    # Linear attention has no logits to measure; its rows say that it was not overlooked.
     for name, kind in run.types.items():
         if kind == LINEAR:
             rows.append(h.table_row(name, h.words(LINEAR), *[h.NOTHING] * len(last)))

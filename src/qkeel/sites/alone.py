@@ -146,6 +146,7 @@ class PartOfArguments:
             values = self._of(x.detach(), frame.batch)
             if is_hidden_state(x) and not values.is_inference():
                 values = values.detach().requires_grad_()
+            # The clone of a leaf has a node in the graph; the leaf has none.
             return values.clone()
 
         assert frame.given is not None
@@ -173,6 +174,7 @@ def _input_widths(frame: ModuleCall) -> set[int]:
         if isinstance(module, nn.Linear):
             widths.add(module.in_features)
         else:
+            # Gains of heads are matrices too, but small ones.
             weights = [p for p in module.parameters(recurse=False) if p.ndim == 2]
             widths |= {n for p in weights if p.numel() > 8 * width for n in p.shape}
     return widths

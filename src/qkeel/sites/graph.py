@@ -349,7 +349,7 @@ def _weight(start: Node | None, names: dict[int, str]) -> tuple[Tensor, bool] | 
         if variable is not None:
             if id(variable) not in names:
                 return None
-            if variable.ndim > 1 and len(variable) > 1 and variable[0].numel() > 1:
+            if variable.ndim > 1:
                 matrices.append((variable, turned[node]))
             continue
         if node.name() in _MATRIX or node.name().startswith(_PARTS) or len(turned) > 40:
@@ -358,6 +358,9 @@ def _weight(start: Node | None, names: dict[int, str]) -> tuple[Tensor, bool] | 
             if above not in turned:
                 turned[above] = turned[node] ^ node.name().startswith(_TURNS)
                 queue.append(above)
+    if len(matrices) > 1:
+        # Among several, a matrix of one row or column is a gain, such as the magnitudes of weight norm [out 1].
+        matrices = [x for x in matrices if len(x[0]) > 1 and x[0][0].numel() > 1]
     return matrices[0] if len(matrices) == 1 else None
 
 

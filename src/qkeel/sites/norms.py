@@ -55,7 +55,7 @@ class GraphNorm:
 def norms(start: Node, names: dict[int, str]) -> list[GraphNorm] | None:
     """The last norms through which all inputs of a node have passed, or None if some input passed through no norm or
     this is unclear."""
-    found: dict[Node, GraphNorm] = {}
+    by_node: dict[Node, GraphNorm] = {}
     visited: set[Node] = set()
     queue = [(start, GraphNorm())]
     while queue:
@@ -68,13 +68,13 @@ def norms(start: Node, names: dict[int, str]) -> list[GraphNorm] | None:
             norm = _norm(node, statistic, passed, names)
             if norm is None:
                 return None
-            found[node] = norm
+            by_node[node] = norm
             continue
         further = _onward(node, passed, names)
         if not further or len(visited) > _LIMIT:
             return None
         queue += further
-    return list(found.values())
+    return list(by_node.values())
 
 
 def _norm(
@@ -171,6 +171,7 @@ def _statistic(node: Node) -> tuple[Kind, int] | None:
         normed = (x / y if is_quotient else x * y).detach().to(widest(x.device))
         limit = 1.0 if kind == "l2" else math.sqrt(size)
         tolerance = 4 * float(torch.finfo(x.dtype).eps) * math.sqrt(size)
+        # A norm makes vectors of this length, or shorter ones where its eps counts.
         if 0 < float(normed.norm(dim=-1).max()) <= limit * (1 + tolerance):
             return kind, size
     return None

@@ -328,6 +328,7 @@ def _probe(
 
 
 def _probe_weights(x: Tensor) -> Tensor:
+    # The same in every search, and all of one sign, so that no two elements cancel.
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(x.shape, generator=generator, dtype=torch.float64) + 0.5
     return weights.to(x)

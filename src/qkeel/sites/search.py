@@ -14,8 +14,8 @@ import collections
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Container, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 import torch
@@ -79,8 +79,6 @@ class SiteSearch:
 
     Args:
         model: the model.
-        verifies: whether the sites are verified.
-        rows: whether the rows of weights are looked for; see `traced_part`.
         cuts: whether some of the tokens may suffice.
         keeps: whether traces are kept, which hold tensors.
         may_wait: says whether all processes make this search, so that they may wait for each other in it.
@@ -95,8 +93,6 @@ class SiteSearch:
         self,
         model: nn.Module,
         *,
-        verifies: bool = True,
-        rows: bool = True,
         cuts: bool = True,
         keeps: bool = False,
         may_wait: Callable[[], bool] = lambda: True,
@@ -106,13 +102,13 @@ class SiteSearch:
         self.failure: Exception | None = None
         # Of the latest module that did not run.
         self._error: Exception | None = None
-        self._model, self._rows, self._cuts = model, rows, cuts
+        self._model, self._cuts = model, cuts
         self._keeps, self._may_wait = keeps, may_wait
         # By id, the names of the model's modules and of its parameters.
         self._names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
         self._held: list[nn.Parameter] = []
-        self._verification = Verification() if verifies else None
+        self._verification = Verification()
         uses = collections.Counter(
             id(p) for _, p in model.named_parameters(remove_duplicate=False)
         )
@@ -133,7 +129,9 @@ class SiteSearch:
         are chosen (`chooses`). Returns whether more is known now; the module's call may have another name then."""
         is_known = self._is_over or (frame.caller, chooses) in self._known_calls
         is_known = is_known or (not chooses and id(frame.module) in self._known)
-        if is_known and not self._lacks(frame):
+        # A call without tokens, as of an expert that received none, shows nothing.
+        is_empty = bool(frame.inputs) and not frame.inputs[0].numel()
+        if is_empty or (is_known and not self._lacks(frame)):
             return False
         self._known_calls.add((frame.caller, chooses))
         latest: ModuleTrace | None = None
@@ -184,8 +182,7 @@ class SiteSearch:
 
     def tell(self) -> None:
         """Says once which sites are known from gradients alone."""
-        if self._verification is not None:
-            self._verification.tell()
+        self._verification.tell()
 
     def _trace(self, frame: ModuleCall) -> ModuleTrace | None:
         """The trace of a copy of a module that runs as it was called, with the smallest part of its arguments by which
@@ -205,7 +202,7 @@ class SiteSearch:
                 site.head_dim == TOKENS for site in trace.sites
             )
             is_verified = all(site.verified for site in trace.sites)
-            if self._verification is None or (is_verified and not is_of_tokens):
+            if is_verified and not is_of_tokens:
                 break
         is_split = any(map(dist.is_split, frame.module.parameters()))
         if isinstance(error, CannotRerunError) and trace is None and not is_split:
@@ -250,7 +247,6 @@ class SiteSearch:
                     args,
                     kwargs,
                     verification,
-                    rows=self._rows,
                     shared={
                         within(name, path)
                         for path, p in frame.module.named_parameters()
@@ -473,8 +469,6 @@ def traced(
     kwargs: Kwargs,
     *,
     expected: bool = True,
-    verifies: bool = True,
-    rows: bool = True,
 ) -> ModelTrace:
     """Returns the trace of a pass over an example.
 
@@ -482,8 +476,6 @@ def traced(
         model: the model.
         args, kwargs: the example.
         expected: whether a pass without attention is an error.
-        verifies: whether the sites are verified.
-        rows: whether the rows of weights are looked for, which takes most of the time.
 
     Raises:
         NoAttentionError: no attention was observed although it was `expected`.
@@ -492,15 +484,13 @@ def traced(
     model = uncompiled(model)
     check_devices(model, args, kwargs)
     with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
-        search = SiteSearch(
-            model, verifies=verifies, rows=rows, cuts=verifies, keeps=True
-        )
+        search = SiteSearch(model, keeps=True)
         observed = _ObservedPass(model, search)
         observed.run(args, kwargs)
-        if verifies and not observed.has_expected_heads():
+        if not observed.has_expected_heads():
             # All of the tokens may show other heads than some of them.
             undo()
-            search = SiteSearch(model, rows=rows, cuts=False, keeps=True)
+            search = SiteSearch(model, cuts=False, keeps=True)
             observed = _ObservedPass(model, search)
             observed.run(args, kwargs)
     search.tell()
@@ -509,29 +499,50 @@ def traced(
     return observed.trace()
 
 
-def seen(
-    model: nn.Module, args: Args, kwargs: Kwargs, *, rows: bool = True
-) -> ModelTrace:
-    """Returns the trace of a pass over an example, whose sites are not verified.
-
-    Without `rows`, which take most of its time, the sites say no more of their weights than whether a norm follows."""
+def seen(model: nn.Module, args: Args, kwargs: Kwargs) -> ModelTrace:
+    """Returns the trace of a pass over an example, with whole weights."""
     with whole_weights(uncompiled(model)):
-        return traced(model, args, kwargs, verifies=False, rows=rows)
+        return traced(model, args, kwargs)
 
 
-def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
-    """Makes a pass that is not observed and whose results are discarded, for the sake of the values that the model
-    itself records in it.
+def run_once(
+    model: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    observer: AbstractContextManager[object] | None = None,
+) -> None:
+    """Makes a pass whose results are discarded, for the sake of what the model itself records in it, or an observer.
 
     Raises:
         InvalidValueError: the pass fails; its error is the cause of this one.
     """
     model = uncompiled(model)
+    around = nullcontext() if observer is None else observer
     try:
-        with extra_pass(model), torch.inference_mode(False), undisturbed(model):
-            forward(model, nullcontext(), copied(args), copied(kwargs), graph=False)
+        # fully_shard may keep weights whole after a pass, which are then no longer the model's own.
+        with (
+            whole_weights(model),
+            extra_pass(model),
+            torch.inference_mode(False),
+            undisturbed(model),
+        ):
+            forward(model, around, copied(args), copied(kwargs), graph=False)
     except Exception as error:
         raise _failed(model, error) from error
+
+
+def observer(
+    model: nn.Module,
+    sites: Sequence[AttentionSite],
+    report: Callable[[CapturedCall], None],
+) -> CaptureMode:
+    """What reports the attention calls of a pass, under the names of known sites."""
+    facts = KnownSites.of(sites)
+    mode = CaptureMode(model, report, layouts=facts.layouts)
+    mode.key_heads = facts.key_heads
+    # A module that several callers share makes a site for each of them.
+    mode.stack.by_caller = facts.by_caller
+    return mode
 
 
 def _failed(model: nn.Module, error: Exception) -> InvalidValueError:
@@ -615,7 +626,9 @@ class _ObservedPass:
         """True if the sites that were found have the heads and the names that the calls of the pass have. A forward may
         replace modules, which the next pass sees."""
         known = {site.name for site in self._search.sites}
-        is_named = self._search.failure is not None or known >= self.order.keys()
+        is_named = self._search.failure is not None or all(
+            name in known or x.why == _NO_TOKENS for name, x in self.order.items()
+        )
         return is_named and all(
             self._heads[name] == x.n_heads for name, x in self.order.items()
         )
@@ -652,7 +665,11 @@ def _unknown_site(captured: CapturedCall, failure: Exception | None) -> Attentio
     """The site of a call whose module does not run alone."""
     call, heads = captured.call, scored(captured).shape[1]
     keys = None if isinstance(call, ScoresCall) else call.k.shape[1]
-    reason = "" if failure is None else f": {type(failure).__name__}: {failure}"
+    why = "no module around it runs alone"
+    if not scored(captured).numel():
+        why = _NO_TOKENS
+    elif failure is not None:
+        why += f": {type(failure).__name__}: {failure}"
     return AttentionSite(
         name=captured.name,
         module=captured.frame.module,
@@ -660,7 +677,7 @@ def _unknown_site(captured: CapturedCall, failure: Exception | None) -> Attentio
         n_heads=heads,
         n_kv_heads=heads if keys is None else keys,
         head_dim=0 if isinstance(call, ScoresCall) else call.q.shape[-1],
-        why=f"no module around it runs alone{reason}",
+        why=why,
         layout=captured.layout,
     )
 
@@ -727,6 +744,7 @@ def unseen(model: nn.Module, watcher: CaptureMode) -> str:
     )
 
 
+_NO_TOKENS = "it received no tokens in this example"
 _NO_BOUNDS = (
     "the logit bounds that the norms of {} imply are unknown and not watched: there is not enough memory to read them "
     "from one whole sequence. For the bounds, call find_sites with a batch of one sequence that is as long as memory "

@@ -44,6 +44,12 @@ class HeadSlice:
 
     A vector that multiplies features (the gains of a gated attention unit) is treated as a matrix with one column and
     axis 0.
+
+    >>> from qkeel import find_sites
+    >>> from qkeel.nn import Attention
+    >>> (site,) = find_sites(Attention(16, 4))
+    >>> site.query[-1].index.shape  # a row per head, with the rows of the weight that are its own
+    torch.Size([4, 4])
     """
 
     parameter: str
@@ -254,6 +260,12 @@ class AttentionSite:
 
     `visible` says which keys the queries were observed to reach, and `origin` what the keys are computed from; see
     `capture.visible_sets`.
+
+    >>> from qkeel import find_sites
+    >>> from qkeel.nn import Attention
+    >>> (site,) = find_sites(Attention(16, 4))
+    >>> site.n_heads, site.head_dim
+    (4, 4)
     """
 
     name: str  #: the name of the module in the model
@@ -386,6 +398,11 @@ class Sites(list[AttentionSite]):
         indexers: modules whose scores choose keys for one of the sites, through a top-k and not through a softmax. No
             remedy acts on these modules. The name of an indexer is the name of the first site of its layer, followed by
             #index.
+
+    >>> from qkeel import find_sites
+    >>> from qkeel.nn import Attention
+    >>> find_sites(Attention(16, 2)).missed
+    ()
     """
 
     def __init__(
@@ -510,8 +527,8 @@ def layer_of(module: str, sites: Iterable[str]) -> str | None:
             for site, home in homes.items()
             if home == path or home.startswith(f"{path}.")
         )
-        if (found := next(inside, None)) is not None:
-            return found
+        if (nearest := next(inside, None)) is not None:
+            return nearest
         if around[n - 1].isdigit():
             break
     return next((site for site, home in homes.items() if not home), None)

@@ -320,6 +320,7 @@ class Tap(Handle):
         if has_no_values(args, kwargs):
             return
         training = self.model.training
+        # A reentrant checkpoint makes its first pass without gradients, although the pass will be trained.
         is_repeated = not torch.is_grad_enabled() and inside_checkpoint()
         candidate = torch.is_grad_enabled() or is_repeated
         measured, counts = self._due(candidate, training)
@@ -347,6 +348,7 @@ class Tap(Handle):
         # One process alone may find a logit over the threshold, and would make collectives of its own in a second pass.
         is_bounded = is_compiled and self._bounds is not None and dist.world() == 1
         if is_bounded and self._bounds is not None and self._bounds.begin():
+            # If a logit may be over the threshold, the pass is made again with the same random numbers and inputs.
             held.random = torch.get_rng_state()
             held.versions = _versions(args, kwargs)
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -83,13 +83,12 @@ class OperandNorms:
     rounding: float
 
     @classmethod
-    def of(cls, x: Tensor, frame: ModuleCall, names: dict[int, str]) -> OperandNorms:
-        """Reads q or k [b h t d] of a traced call."""
-        leaves = leaves_of(x.grad_fn, nodes_of(frame.inputs)) or ()
+    def of(cls, x: Tensor, tables: Iterable[str] = ()) -> OperandNorms:
+        """Reads q or k [b h t d] of a call."""
         return cls(
             width=x.shape[-1],
             lengths=x.detach().to(widest(x.device)).norm(dim=-1),
-            tables=frozenset(names.get(id(variable_of(leaf)), "") for leaf in leaves),
+            tables=frozenset(tables),
             rounding=max(_ONE_LENGTH, 2 * torch.finfo(x.dtype).eps),
         )
 
@@ -172,9 +171,16 @@ class PartTrace:
     def operands(self, site: AttentionSite) -> list[tuple[OperandNorms, OperandNorms]]:
         """The operands of every product of a site's first call, if it was fully observed."""
         names, first = names_of(self.part), self.calls[site.name][0]
-        frame = first.captured.frame
+        stops = nodes_of(first.captured.frame.inputs)
+
+        def norms(x: Tensor) -> OperandNorms:
+            leaves = leaves_of(x.grad_fn, stops) or ()
+            return OperandNorms.of(
+                x, [names.get(id(variable_of(leaf)), "") for leaf in leaves]
+            )
+
         return [
-            (OperandNorms.of(q, frame, names), OperandNorms.of(k, frame, names))
+            (norms(q), norms(k))
             for q, k in products_of_call(first.captured.call)
             if q is not None and k is not None
         ]
@@ -207,7 +213,6 @@ def traced_part(
     kwargs: Kwargs,
     verification: Verification | None,
     *,
-    rows: bool,
     shared: Collection[str] = (),
 ) -> PartTrace:
     """Returns the trace of a pass of a part of a model, which runs alone and with gradients on this process.
@@ -216,12 +221,10 @@ def traced_part(
         part: the part, in which modules and weights have the names that they have in the model.
         args, kwargs: what it is called with.
         verification: verifies its sites, if they are verified.
-        rows: whether the rows of weights are looked for. Otherwise the sites say no more of their weights than whether
-            a norm follows.
         shared: the names of weights that other parts of the model have too.
     """
     with extra_pass(part), torch.inference_mode(False), undisturbed(part) as undo:
-        reading = _Reading(part, verifies=verification is not None, rows=rows)
+        reading = _Reading(part, verifies=verification is not None)
         reading.run(args, kwargs)
         watcher, sites = reading.watcher, reading.sites_in_order()
         groups = grouped([call.captured for call in reading.order.values()])
@@ -237,8 +240,7 @@ def traced_part(
         )
         # It and its watcher hold each other, and would keep the tensors of the pass until a garbage collection.
         reading.order = {}
-        if rows:
-            trace = trace.with_sites(_with_value_weights(trace, shared))
+        trace = trace.with_sites(_with_value_weights(trace, shared))
         if verification is not None:
             # A module that holds tensors of the pass could not be copied.
             undo()
@@ -265,14 +267,14 @@ def _with_value_weights(
 class _Reading:
     """The sites of a pass with gradients, read from the first call of each site at the end of the pass."""
 
-    def __init__(self, part: nn.Module, *, verifies: bool, rows: bool) -> None:
+    def __init__(self, part: nn.Module, *, verifies: bool) -> None:
         self._parameters = dict(part.named_parameters(remove_duplicate=False))
         self._names = {id(p): name for name, p in reversed(self._parameters.items())}
         self.watcher = CaptureMode(
             part, self._note, by_graph=functools.partial(layout_of, self._names)
         )
         self.watcher.values = {}
-        self._verifies, self._rows = verifies, rows
+        self._verifies = verifies
         self.sites: dict[str, AttentionSite] = {}
         # The first call for each name.
         self.order: dict[str, RecordedCall] = {}
@@ -341,7 +343,7 @@ class _Reading:
 
     def _read_site(self, calls: list[CapturedCall]) -> None:
         with unrounded(scored(calls[0])):
-            site = _site(calls, self._names, rows=self._rows)
+            site = _site(calls, self._names)
         if self._parts_share_weights(site, calls[0].frame):
             why = "one weight is applied to several parts of its input, so heads that share it cannot be counted"
             site = dataclasses.replace(site, terms=(), why=why)
@@ -417,9 +419,7 @@ def scored(captured: CapturedCall) -> Tensor:
 # --- The site of a call
 
 
-def _site(
-    calls: list[CapturedCall], names: dict[int, str], *, rows: bool
-) -> AttentionSite:
+def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
     """The site of a call, or of the calls of its heads."""
     first = calls[0]
     call, layout = first.call, first.layout
@@ -450,8 +450,6 @@ def _site(
     terms: tuple[QKProduct, ...] = ()
     why = "; ".join(lost)
     try:
-        if not rows:
-            raise UnknownRowsError("its rows were not looked for")
         known_terms, normed = sum_terms(products, first.frame, names)
         terms = () if lost else known_terms
     except UnknownRowsError as error:
@@ -466,7 +464,7 @@ def _site(
     query_gains: Gains = ()
     key_gains: Gains = ()
     is_plain = all(s.added is None and is_product(s.call) for s in calls)
-    if rows and q is not None and k is not None and is_plain:
+    if q is not None and k is not None and is_plain:
         query_gains = seen_gains(q, names)
         key_gains = seen_gains(k, names) if query_gains else ()
     heads = scored(first).shape[1] * len(calls)

@@ -233,6 +233,7 @@ class ModuleKind:
             )
             for term in site.terms
             for path in (term.query, term.key)
+            # The first slice once more, so that it shows where one path ends and the next begins.
             for s in (*path, path[0])
         )
         geometry = (site.n_heads, site.n_kv_heads, site.key_heads, site.normed)
@@ -707,6 +708,7 @@ class _Experiment:
         for turn, slices in enumerate((site.query, site.key)):
             n = min((s.n for s in slices if s.n > 1), default=1)
             if n > 1:
+                # By h + h // 3, because by h alone heads that are three apart would always move together.
                 third = [h for h in range(n) if (h + h // 3 + number) % 3 == turn]
                 heads = third or [number % n]
                 rows: list[RowsOfHeads] = [(s, heads) for s in slices if s.n == n]
@@ -789,32 +791,34 @@ class _Experiment:
             return ""
         query = unique_slices(term.query[-1] for term in site.terms)
         key = unique_slices(term.key[-1] for term in site.terms)
-        both = unique_slices([*query, *key])
+        distinct = unique_slices([*query, *key])
         sides = [("query", query, 1.0), ("key", key, 1.0)]
         noise = 64 * self._rounding
-        is_only_path = len(site.query) + len(site.key) <= 2
-        if len(both) < len(query) + len(key):
+        if len(distinct) < len(query) + len(key):
             # If q and k are computed from the same rows, each side gets the square root of the factor.
-            sides = [("query and key", both, 0.5)]
+            sides = [("query and key", distinct, 0.5)]
         for words, slices, power in sides:
             most = max(s.n for s in slices)
             # Every second head, because a quantisation step is shared by all heads.
             heads = range(0, most, 2)
             chosen = [(s, heads) for s in slices if s.n == most]
-            four, sixteen = (
+            zero, sixteen = (
                 self._rerun.logits(self._weights.multiplied(chosen, c**power))
-                for c in (4.0, 16.0)
+                for c in (0.0, 16.0)
             )
-            first = [4 * (z - base) for base, z in zip(self._base, four)]
-            second = [z - four_z for four_z, z in zip(four, sixteen)]
+            # Where rows are divided by their length, as in DoRA, zeros give NaN, and all but the biases stays.
+            zero = [torch.where(z.isfinite(), z, x) for z, x in zip(zero, self._base)]
+            first = [16 * (base - z) for base, z in zip(self._base, zero)]
+            second = [z - zero_z for zero_z, z in zip(zero, sixteen)]
             bent, grown = _by_head(first, second), _by_head(second)
             scales = torch.tensor(_expected(site, most, heads)).to(grown.device)
             is_bent = (bent > 1e-2 * grown) & (bent > noise)
-            # A logit of several products may be dominated by another one of them.
-            is_bent |= is_only_path & (grown <= self._rounding)
+            # A logit of several products may be dominated by one whose rows are not multiplied.
+            if len(chosen) == len(slices):
+                is_bent |= grown <= self._rounding
             if bool(torch.where(scales, is_bent, grown > noise).any()):
                 return (
-                    f"multiplied by {4.0**power:g} and by {16.0**power:g}, the {words} rows of every second head did "
+                    f"multiplied by 0 and by {16.0**power:g}, the {words} rows of every second head did "
                     "not change its logits, and no others, in proportion: these are not a plain product of queries "
                     "and keys"
                 )

@@ -140,6 +140,7 @@ class AttentionSpec:
         """
         # Dynamo cannot trace a cached function's table.
         shapes = _shapes if torch.compiler.is_compiling() else _shapes_once
+        # Copied, as all calls share what the cache holds.
         return {**shapes(self, n_heads, n_kv_heads, head_dim)}
 
     def parameters(

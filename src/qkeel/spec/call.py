@@ -92,6 +92,7 @@ class AttentionCall:
         """The window size (a query sees only keys fewer than this many tokens away), or None if the window hides
         nothing."""
         reach = self.spec.position.reach
+        # Positions that the caller passes may be farther apart than there are tokens, plain ones not.
         if (
             reach is not None
             and self.plain
@@ -214,6 +215,7 @@ class Visibility:
         else:
             queries = (
                 torch.arange(s - t, s, device=q.device)[None]
+                # With more queries than keys, the first queries come before every key.
                 if t > s
                 else keys[:, s - t :]
             )
@@ -458,12 +460,14 @@ class BandCall(AttentionCall):
 
     def span(self, rows: slice) -> slice:
         s = self.k.shape[2]
+        # Reading the bounds makes the range as narrow as it can be; inside a compiled graph it would break the graph.
         if (
             self.low.device.type == "cpu"
             and not torch.compiler.is_compiling()
             and rows.stop > rows.start
         ):
             low, high = self.low[:, rows], self.high[:, rows]
+            # The bounds of a row that sees no key lie anywhere, and would widen the range for nothing.
             is_used = high > low
             # On a GPU, reading this value would wait for the device.
             stop = int(high.where(is_used, 0).max())
@@ -552,10 +556,16 @@ def band_call(
         key, n_k, inside_k = (
             (token, n, inside) if is_self_attention else _tokens(own_k, s)
         )
-        first, stop = own_k[n], n + 1
-        begin, length = (first * inside)[None], ((own_k[stop] - first) * inside)[None]
-        pos_k = (key - (first if is_self_attention else own_k[n_k]))[None]
-        at = pos_k if is_self_attention else (token - own_q[stop])[None] + length
+        first_key, next_sequence = own_k[n], n + 1
+        # Tokens outside of all sequences get an empty range of keys.
+        begin = (first_key * inside)[None]
+        length = ((own_k[next_sequence] - first_key) * inside)[None]
+        pos_k = (key - (first_key if is_self_attention else own_k[n_k]))[None]
+        at = (
+            pos_k
+            if is_self_attention
+            else (token - own_q[next_sequence])[None] + length
+        )
         fields |= {
             "of_key": torch.where(inside_k, n_k, -2),
             "longest": longest if is_self_attention else None,

@@ -96,7 +96,11 @@ class Scale(Slot):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InverseSqrt(Scale):
-    """The factor multiplier / √dim, where dim is head_dim unless it is given (as Gemma's query_pre_attn_scalar)."""
+    """The factor multiplier / √dim, where dim is head_dim unless it is given (as Gemma's query_pre_attn_scalar).
+
+    >>> InverseSqrt().formula(), InverseSqrt(dim=256).formula()
+    ('1/√d', '1/√256')
+    """
 
     dim: int | None = None  #: an integer of at least 1, or None for head_dim
     multiplier: float = 1.0  #: a finite factor
@@ -122,7 +126,11 @@ class InverseSqrt(Scale):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sqrt(Scale):
-    """The scale √d. With unit-norm q and k, it is equivalent to RMS-normed q and k with the scale 1/√d."""
+    """The scale √d. With unit-norm q and k, it is equivalent to RMS-normed q and k with the scale 1/√d.
+
+    >>> Sqrt().formula()
+    '√d'
+    """
 
     kind = "sqrt"
 
@@ -135,7 +143,11 @@ class Sqrt(Scale):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fixed(Scale):
-    """A constant scale."""
+    """A constant scale.
+
+    >>> Fixed(1.0).formula()
+    '1'
+    """
 
     value: float  #: the finite factor on q·k
     kind = "fixed"
@@ -155,6 +167,9 @@ class GradientMax(Scale):
     """The scale at which cosine attention over `keys` visible keys propagates the largest gradient, for any head size.
 
     See `qkeel.functional.logits.gradient_scale`.
+
+    >>> GradientMax(keys=256).formula()
+    'λ(d) of most gradient for 256 keys'
     """
 
     keys: float
@@ -173,7 +188,11 @@ class GradientMax(Scale):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Learned(Scale):
-    """A learned scale per layer or per head. With `log`, its logarithm is stored, which `maximum` may clamp."""
+    """A learned scale per layer or per head. With `log`, its logarithm is stored, which `maximum` may clamp.
+
+    >>> Learned(init=10.0, per="head").formula()
+    'g_h (learned, starts at 10)'
+    """
 
     init: float  #: the initial scale, above 0
     per: Literal["layer", "head"] = (
@@ -271,6 +290,9 @@ class LogN(PositionFactor):
 
     Source: Su 2021, kexue.fm 8823; learned: scalable softmax, Nakanishi 2025, arXiv 2501.19399. The initial value of s
     is qkeel's choice; with it, the scale starts out equal to the form that is not learned.
+
+    >>> LogN(train_length=512).formula()
+    '1/√d · ln n/ln 512'
     """
 
     train_length: int  #: the training length in tokens, at least 2
@@ -328,7 +350,11 @@ class LogN(PositionFactor):
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FloorLogTemperature(PositionFactor):
     """The scale inner · (1 + alpha·ln(1 + ⌊(position + 1)/floor⌋)), which is Llama 4's temperature on layers without
-    RoPE."""
+    RoPE.
+
+    >>> FloorLogTemperature(alpha=0.1, floor=8192).formula()
+    '1/√d · (1 + 0.1 ln(1 + ⌊n/8192⌋))'
+    """
 
     alpha: float = 0.1  #: the weight of the logarithm
     floor: int = 8192  #: a number of tokens, at least 1
@@ -367,7 +393,11 @@ class Cap(Slot):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoCap(Cap):
-    """No cap: logits remain unchanged."""
+    """No cap: logits remain unchanged.
+
+    >>> NoCap().formula()
+    'z'
+    """
 
     kind = "none"
 
@@ -380,7 +410,11 @@ class NoCap(Cap):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Softcap(Cap):
-    """The soft cap: cap · tanh(z / cap)."""
+    """The soft cap: cap · tanh(z / cap).
+
+    >>> Softcap(50).formula()
+    '50·tanh(z/50)'
+    """
 
     cap: float
     kind = "softcap"
@@ -424,7 +458,11 @@ class Normalizer(Slot):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Softmax(Normalizer):
-    """Softmax weights exp(z) / Σ exp(z)."""
+    """Softmax weights exp(z) / Σ exp(z).
+
+    >>> Softmax().formula()
+    'softmax(z)'
+    """
 
     kind = "softmax"
     softmax_over_keys = True
@@ -441,7 +479,11 @@ class Softmax(Normalizer):
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSink(Normalizer):
     """Weights exp(z) / (exp(s) + Σ exp(z)), where s is learned per head (gpt-oss) or constant (0 for "off by
-    one")."""
+    one").
+
+    >>> AttentionSink().formula()
+    'exp(z)/(exp(s_h) + Σ exp(z))'
+    """
 
     learned: bool = True  #: whether s is learned, with one value per head
     init: float = 0.0  #: s, or its initial value if it is learned; below +inf
@@ -478,7 +520,11 @@ Sink = AttentionSink
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sigmoid(Normalizer):
-    """Weights σ(z + b). The published initial value is b = -ln(training length)."""
+    """Weights σ(z + b). The published initial value is b = -ln(training length).
+
+    >>> Sigmoid(bias=-4.0).formula()
+    'σ(z -4)'
+    """
 
     bias: float  #: the finite bias b, or its initial value if it is learned
     learned: bool = False  #: whether b is learned, with one value per head
@@ -506,7 +552,11 @@ class Sigmoid(Normalizer):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SquaredReLU(Normalizer):
-    """Weights relu(z)² / n, where n is the number of visible keys."""
+    """Weights relu(z)² / n, where n is the number of visible keys.
+
+    >>> SquaredReLU().formula()
+    'relu(z)²/n'
+    """
 
     kind = "squared_relu"
 
@@ -521,7 +571,11 @@ class SquaredReLU(Normalizer):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Softpick(Normalizer):
-    """Weights relu(e^z - 1) / Σ|e^z - 1|."""
+    """Weights relu(e^z - 1) / Σ|e^z - 1|.
+
+    >>> Softpick().formula()
+    'relu(e^z - 1)/(Σ|e^z - 1| + ε)'
+    """
 
     eps: float = 1e-8  #: a constant above 0 that is added to the sum
     kind = "softpick"

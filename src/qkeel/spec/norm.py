@@ -96,7 +96,11 @@ class Norm(Slot):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoNorm(Norm):
-    """No normalisation: q and k enter the dot product unchanged."""
+    """No normalisation: q and k enter the dot product unchanged.
+
+    >>> NoNorm().formula()
+    'q̃ = q, k̃ = k'
+    """
 
     kind = "none"
 
@@ -247,7 +251,11 @@ class GainNorm(Norm):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class L2Norm(GainNorm):
-    """L2 norm: x / max(‖x‖₂, eps). The result has norm 1."""
+    """L2 norm: x / max(‖x‖₂, eps). The result has norm 1.
+
+    >>> L2Norm().formula()
+    'q̃ = L2(q), k̃ = L2(k)'
+    """
 
     eps: float = 1e-12
     kind = "l2"
@@ -262,7 +270,11 @@ class L2Norm(GainNorm):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RMSNorm(GainNorm):
-    """RMS norm: x / sqrt(mean(x²) + eps). The result has norm √d."""
+    """RMS norm: x / sqrt(mean(x²) + eps). The result has norm √d.
+
+    >>> RMSNorm(gain="dim").formula()
+    'q̃ = RMS(q) · w, k̃ = RMS(k) · w'
+    """
 
     kind = "rms"
     symbol = "RMS"
@@ -276,7 +288,11 @@ class RMSNorm(GainNorm):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNorm(GainNorm):
-    """LayerNorm without affine parameters: (x - mean) / sqrt(var + eps)."""
+    """LayerNorm without affine parameters: (x - mean) / sqrt(var + eps).
+
+    >>> LayerNorm(gain="dim").formula()
+    'q̃ = LN(q) · w, k̃ = LN(k) · w'
+    """
 
     eps: float = 1e-5
     kind = "layer"

@@ -47,7 +47,11 @@ from qkeel.spec.slot import (
 @dataclasses.dataclass(frozen=True, slots=True)
 class ALiBi(Position):
     """Logits z - m_h |i - j|, where m_h = 2^(-8h/H) is fixed for each head. Source: Press et al. 2022, arXiv
-    2108.12409."""
+    2108.12409.
+
+    >>> ALiBi().formula()
+    'ALiBi (- 2^(-8h/H)·|i - j|)'
+    """
 
     kind = "alibi"
     folds = False
@@ -74,6 +78,9 @@ class Kerple(Position):
     The initial values are evenly spaced over the heads, a in (0, 1) and p in (0, 2). In the source, they are drawn at
     random.
     Source: Chi et al. 2022, arXiv 2205.09921.
+
+    >>> Kerple(kind="power").formula()
+    'KERPLE (- a_h|i - j|^p_h)'
     """
 
     kind: Literal["log", "power"] = "log"  # type: ignore[assignment]
@@ -84,6 +91,7 @@ class Kerple(Position):
 
     def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
         n = geometry.n_heads
+        # Midpoints of n equal parts: at the ends, a head would start without a bias.
         even = tuple((h + 0.5) / n for h in range(n))
         return {
             "kerple_a": Parameter((n,), even),
@@ -122,6 +130,9 @@ class ReRope(Position):
     quarter to a half of the training length. Training with ReRoPE is reported to impair extrapolation (kexue.fm 9948).
 
     Source: Su 2023, kexue.fm 9708.
+
+    >>> ReRope(window=128).formula()
+    'ReRoPE(window 128, base 10000)'
     """
 
     window: int  #: the window w, in tokens
@@ -168,6 +179,7 @@ class ReRope(Position):
 
     def product(self, q: Queries, k: Keys) -> Logits:
         """The product q·k [b h t s]."""
+        # The plain product reads no positions, so that any tensors may stand for them.
         return Position.scores(self, q, k, q, k, {})
 
     def near(self, x: HeadTensor, pos: PosQ) -> HeadTensor:
@@ -186,6 +198,7 @@ class ReRope(Position):
     def far_key(self, k: Keys, pos_k: PosK) -> Keys:
         """Returns k for queries that are at least a window away from it."""
         return (
+            # An infinite leak stops all positions at 0, where a rotation does nothing.
             self._rotated(k, self._slowed(k, pos_k)) if math.isfinite(self.leak) else k
         )
 
@@ -225,6 +238,9 @@ class LeakyReRope(ReRope):
     trains with a factor below 1 (1/16) and is tested with ordinary RoPE.
 
     Source: Su 2023, kexue.fm 9708, 9728; Self-Extend: Jin et al. 2024, arXiv 2401.01325.
+
+    >>> LeakyReRope(window=128, factor=16).formula()
+    'Leaky ReRoPE(window 128, 1/16 beyond, base 10000)'
     """
 
     factor: float = 16.0

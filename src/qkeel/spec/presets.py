@@ -292,6 +292,7 @@ def _cosa(
     scale = (
         GradientMax(keys=train_length / 2)
         if gradient
+        # In causal attention a query sees half of the keys on average, hence n = L/2.
         else Fixed(cosine_scale(train_length))
     )
     return AttentionSpec(**_slots("qk", gain), scale=scale)
@@ -325,6 +326,7 @@ def scale_advice(spec: AttentionSpec, head_dim: int) -> str | None:
         or not scale.value > 1
     ):
         return None
+    # Solves λ = 4 ln n for the n that the scale was computed from.
     best = gradient_scale(math.exp(scale.value / 4), head_dim)
     if 1 / FAR_OFF <= scale.value / best <= FAR_OFF:
         return None

@@ -72,7 +72,11 @@ class Stretch(abc.ABC):
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoStretch(Stretch):
-    """RoPE's own frequencies."""
+    """RoPE's own frequencies.
+
+    >>> NoStretch().changes
+    False
+    """
 
     changes = False
 
@@ -86,7 +90,11 @@ class NoStretch(Stretch):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PI(Stretch):
-    """Position interpolation, with the frequencies θ / factor. Source: Chen et al. 2023, arXiv 2306.15595."""
+    """Position interpolation, with the frequencies θ / factor. Source: Chen et al. 2023, arXiv 2306.15595.
+
+    >>> Rope(stretch=PI(factor=8)).formula()
+    'RoPE(base 10000, PI ×8)'
+    """
 
     factor: float  #: test length / training length, at least 1
 
@@ -106,6 +114,9 @@ class NTK(Stretch):
     """NTK-aware frequencies. The kinds are "old" (base · factor), "exact", "fixed", and "mixed", which uses `power`.
 
     The formulas are in `qkeel.functional.rope`. Source: kexue.fm 9706. transformers uses the base of "exact".
+
+    >>> NTK(factor=8).formula()
+    'NTK old ×8'
     """
 
     factor: float  #: test length / training length, at least 1
@@ -139,6 +150,9 @@ class DynamicNTK(Stretch):
 
     It equals RoPE up to the training length L. Each length has different frequencies, so caches hold unrotated keys.
     Source: emozilla 2023, as in transformers ("dynamic").
+
+    >>> DynamicNTK(train_length=512).formula()
+    'dynamic NTK from 512 tokens on, ×1'
     """
 
     train_length: int  #: the training length L in tokens, at least 2
@@ -173,6 +187,9 @@ class YaRN(Stretch):
     ramp="code" is the ramp of the released code (and of transformers), "paper" the printed one; see
     `qkeel.functional.rope.yarn`.
     Source: Peng et al. 2023, arXiv 2309.00071.
+
+    >>> YaRN(factor=8, train_length=512).formula()
+    'YaRN ×8 from 512 tokens, code ramp, cos and sin ×1.208'
     """
 
     factor: float  #: test length / training length, at least 1
@@ -194,8 +211,8 @@ class YaRN(Stretch):
             "0 < slow < fast turns",
             f"slow={self.slow}, fast={self.fast}",
         )
-        given = self.attention_factor
-        check(given is None or given > 0, "an attention_factor above 0", given)
+        factor = self.attention_factor
+        check(factor is None or factor > 0, "an attention_factor above 0", factor)
 
     def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
         return f.yarn(
@@ -225,7 +242,11 @@ class YaRN(Stretch):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3(Stretch):
-    """The frequencies of Llama 3.1; see `qkeel.functional.rope.llama3`."""
+    """The frequencies of Llama 3.1; see `qkeel.functional.rope.llama3`.
+
+    >>> Llama3(factor=8, train_length=8192).formula()
+    'Llama 3 ×8 from 8192 tokens'
+    """
 
     factor: float  #: test length / training length, at least 1
     train_length: int  #: the training length in tokens, at least 2
@@ -324,6 +345,7 @@ class Position(Slot):
         g, s = k.shape[1], k.shape[2]
         if g == h:
             return q @ k.mT
+        # The queries that share a key head form one matrix, so that keys are not copied for each of them.
         return (q.reshape(b, g, h // g * t, d) @ k.mT).view(
             b,
             h,
@@ -338,7 +360,11 @@ class Position(Slot):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoPosition(Position):
-    """NoPE: the order of tokens enters only through the causal mask."""
+    """NoPE: the order of tokens enters only through the causal mask.
+
+    >>> NoPosition().formula()
+    'no position'
+    """
 
     kind = "none"
 
@@ -353,6 +379,9 @@ class Rope(Position):
     `order` places the norm before or after the rotation. The two orders are equivalent for a norm without a gain per
     dimension. With such a gain, the scores are a function of the distance only with norm_then_rotate. To raise the base
     (ABF), set `base`.
+
+    >>> Rope(rotary=0.25).rotated(64)
+    16
     """
 
     base: float = 10_000.0  #: the base of the frequencies base^(-2i/d)
@@ -457,6 +486,9 @@ class SlidingWindow(Position):
     1, window). Mistral and Gemma use this window in transformers.
 
     Source: Child et al. 2019, arXiv 1904.10509; Beltagy et al. 2020, arXiv 2004.05150.
+
+    >>> SlidingWindow(window=128).formula()
+    'RoPE(base 10000), |i - j| < 128'
     """
 
     window: int  #: the number of tokens, at least 1
@@ -493,6 +525,7 @@ class SlidingWindow(Position):
         return self.window
 
     def encoded(self) -> Position:
+        # The rotation is in the encoded keys; the window still has to hide some of them.
         return SlidingWindow(window=self.window, inner=NoPosition())
 
     @property
@@ -530,6 +563,9 @@ class XPos(Position):
     35,000 tokens.
 
     Source: Sun et al. 2022, arXiv 2212.10554 (LeX), torchscale.
+
+    >>> XPos().formula()
+    'xPos(base 10000, scale 512)'
     """
 
     base: float = 10_000.0  #: the base of RoPE's frequencies

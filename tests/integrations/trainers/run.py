@@ -58,9 +58,9 @@ def main(case, folder):
     torch.set_num_threads(1)
     try:
         kind, _, variant = case.partition(".")
-        found: object = importlib.import_module(
-            f"tests.integrations.trainers.{kind}"
-        ).train(variant, folder)
+        found = importlib.import_module(f"tests.integrations.trainers.{kind}").train(
+            variant, folder
+        )
     except Exception:
         found = traceback.format_exc()
     name = f"{case}-{rank() if world() > 1 else 'alone'}.pickle"

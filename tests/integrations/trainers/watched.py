@@ -3,13 +3,9 @@
 The losses of all steps and the weights at the end are written to FOLDER, with what the monitor recorded.
 """
 
-from __future__ import annotations
-
 import pickle
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +13,6 @@ from torch import nn
 import qkeel
 
 STEPS = 3
-Result = tuple[list[float], nn.Module, Any]
 
 
 def llama(**changes):
@@ -250,7 +245,7 @@ def nnsight(folder, watches):
     inner, ids = llama(), batches()
     model = nnsight.NNsight(inner)
     optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-2)
-    saved: list[int] = []
+    saved = []
 
     def loss_of(step):
         with model.trace(input_ids=ids[step], labels=ids[step]):
@@ -325,13 +320,13 @@ def tft(folder, watches):
     model = TemporalFusionTransformer.from_dataset(
         data, hidden_size=16, attention_head_size=4, dropout=0.1, learning_rate=1e-2
     )
-    losses: list[float] = []
+    losses = []
 
     class Keep(lightning.Callback):
         def on_train_batch_end(self, trainer, module, outputs, *_):
             losses.append(float(outputs["loss"]))
 
-    callbacks: list[Any] = [Keep()]
+    callbacks = [Keep()]
     if watches:
         from qkeel.integrations.lightning import LightningCallback
 
@@ -351,7 +346,7 @@ def tft(folder, watches):
     return losses, model, callbacks[-1].monitor if watches else None
 
 
-CASES: dict[str, tuple[str, Callable[[Path, bool], Result]]] = {
+CASES = {
     "sft": ("trl", sft),
     "dpo": ("trl", dpo),
     "kto": ("trl", kto),

@@ -1,11 +1,8 @@
 """The compiled attention gives the oracle's numbers, the statistics of its rows, and the oracle's gradients."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("library")
 COMPILED = Path(__file__).parents[2] / "compile" / "cases.py"
 NATIVE = KERNELS["native"]
 assert isinstance(NATIVE, Native)
-OPS: Any = torch.ops.qkeel_native
+OPS = torch.ops.qkeel_native
 
 
 def check_all(call, case):

@@ -1,7 +1,5 @@
 """Attention of a few tokens to a cache of keys or of latents: each read once, the numbers those of the oracle."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -54,7 +52,7 @@ PLAIN = AttentionSpec()
 @pytest.fixture
 def taken(monkeypatch):
     """Of every call whether the kernel took it."""
-    calls: list[bool] = []
+    calls = []
     of_keys, of_latents = decode.Decode.__call__, decode.latents
 
     def watched(self, call):

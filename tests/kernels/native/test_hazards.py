@@ -1,16 +1,11 @@
 """What users do around attention: numbers are those of float64, or an error says why not, with kernels and without."""
 
-from __future__ import annotations
-
 import copy
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +15,6 @@ from qkeel import reference
 from qkeel.errors import (
     InvalidTypeError,
     InvalidValueError,
-    QkeelError,
     QkeelWarning,
     RefusedError,
 )
@@ -33,8 +27,6 @@ pytestmark = [
 ]
 SPEC = qkeel.preset("qwen3")
 OVERWRITTEN = "modified by an inplace operation"
-Tensors = list[Any]
-Attend = Callable[..., Tensor]
 
 
 def gradients(loss, *leaves):
@@ -132,7 +124,7 @@ def gain_overwritten(m, x):
 
 
 # What is done to a module; the words of an error with the kernels and without; a tolerance.
-MODULES: dict[str, tuple[Callable[..., Tensors], str, str, float]] = {
+MODULES = {
     **{
         do.__name__: (do, "", "", 2e-5)
         for do in (
@@ -234,7 +226,7 @@ def overwritten(name):
     return do
 
 
-CALLS: dict[str, tuple[Callable[..., Tensors], str, str]] = {
+CALLS = {
     **{
         do.__name__: (do, "", "")
         for do in (only_value, only_mask, without_keys, gradient_in_another_layout)
@@ -391,7 +383,7 @@ def test_other_widths_are_torchs(d, monkeypatch):
 
 
 FP8 = torch.float8_e4m3fn
-BAD: dict[str, tuple[Callable[[], Tensor], type[QkeelError]]] = {
+BAD = {
     "a module of 8 bits": (lambda: module(dtype=FP8), InvalidTypeError),
     "a mask on another device": (
         lambda: module(mask=torch.ones(5, 5, device="meta")),

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from qkeel.kernels.native import build, operators
 
-OPS: Any = torch.ops.qkeel_native
+OPS = torch.ops.qkeel_native
 Arguments = tuple[Any, ...]
 BAD = torch.float8_e4m3fn
 
@@ -161,7 +161,7 @@ def of_rows(q, k, scale, low, high):
     ]
 
 
-OPERATORS: dict[str, Operator] = {
+OPERATORS = {
     "attention": Operator(
         make=attention,
         tracked=(0, 1, 2),

@@ -1,7 +1,5 @@
 """Who watches own modules gets largest logits from the kernel that attends, and no bit changes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -24,7 +22,7 @@ CASES = Path(__file__).parents[2] / "compile" / "cases.py"
 @pytest.fixture
 def passes(monkeypatch):
     """The names of passes over logits that are made for nothing but statistics."""
-    names: list[str] = []
+    names = []
 
     def counted(name):
         inner = getattr(statistics, name)

@@ -1,11 +1,8 @@
 """Compiles the Triton kernels for a Hopper GPU where there is none, and prints what each takes."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile
-from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -68,7 +65,7 @@ ONES = (
 )
 
 
-CASES: list[tuple[str, Any, dict[str, Any], int]] = [
+CASES = [
     ("forward", norm_rope.forward, {**HEAD, **FORTH}, 4),
     ("a part forward", norm_rope.forward, {**PART, "KIND": 2, "GAIN": False, "TURN": True, "INVERSES": 0}, 4),
     ("backward, x made anew", norm_rope.backward, {**HEAD, **BACK, "KEPT_X": False}, 4),

@@ -1,11 +1,9 @@
 """Compiles a module whose norm and rotation go through Triton, and prints how far it is from eager; run by a test."""
 
-from __future__ import annotations
-
 import torch
 
 import qkeel
-from qkeel.kernels.native import triton as available
+from qkeel.kernels import gpu as available
 from qkeel.kernels.norm_rope import encode
 
 
@@ -18,7 +16,7 @@ def main():
     encode._keeps = lambda x, gain: True
     module = qkeel.nn.Attention(16, 2, spec=qkeel.preset("qwen3"))
     x = torch.randn(1, 3, 16, requires_grad=True)
-    seen: list[str] = []
+    seen = []
 
     def backend(graph, inputs):
         seen.extend(str(node.target) for node in graph.graph.nodes)

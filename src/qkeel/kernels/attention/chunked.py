@@ -29,6 +29,8 @@ class Chunked(Kernel):
 
     def __call__(self, call: AttentionCall) -> Outputs:
         q, k = call.encoded()
+        # q is encoded in float32 even for half-precision calls, and the product of weights and values needs one
+        # dtype.
         v = call.spec.values(call.v, call.params).to(q.dtype)
         if not (q.shape[2] and k.shape[2]):
             return without_pairs(q, k, v).to(call.q.dtype)
@@ -46,6 +48,8 @@ class Chunked(Kernel):
                     v,
                     rows,
                     use_reentrant=False,
+                    # Nothing but dropout draws random numbers, so otherwise no state of a generator has to be saved
+                    # and restored.
                     preserve_rng_state=call.dropout > 0,
                 )
                 for rows in blocks
@@ -56,6 +60,7 @@ class Chunked(Kernel):
 
 def _block(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, rows: slice) -> Tensor:
     keys = call.span(rows)
+    # A row that sees no key has an output of 0, for which a softmax over nothing would give NaN.
     if keys.start == keys.stop:
         return q.new_zeros(*q.shape[:2], rows.stop - rows.start, v.shape[-1])
     logits = call.scores(q[:, :, rows], k[:, :, keys], rows, keys)

@@ -100,6 +100,7 @@ def _attend(
         block_mask=visible(call),
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
+        # An empty request computes nothing more, but keeps the pair of results that None would reduce to the output.
         return_aux=AuxRequest() if aux_request is None else aux_request,
     )
     return auxiliary

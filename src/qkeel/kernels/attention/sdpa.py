@@ -60,6 +60,8 @@ class Sdpa(Kernel):
             return _with_nan_of_an_only_key(
                 _sdpa(call, (q, k, v), scale, causal=True), q, k, causal=True
             )
+        # A single query in its usual place is the last position and sees every key, so causality hides nothing from
+        # it.
         if (
             call.mask is None
             and call.window is None
@@ -99,6 +101,7 @@ def _with_nan_of_an_only_key(
     if not alone and (torch.is_grad_enabled() or not causal):
         return out
     first = k[:, :, 0].repeat_interleave(q.shape[1] // k.shape[1], 1)
+    # The logit times 0 is 0 if the logit is finite, and NaN otherwise.
     nothing = (
         ((q[:, :, 0].to(torch.float32) * first).sum(-1, keepdim=True) * 0)
         .to(out.dtype)

@@ -65,6 +65,8 @@ class Windowed(Kernel):
         assert position is not None
         q, k = call.encoded()
         v, dtype = dense(call.spec.values(call.v, call.params)), call.q.dtype
+        # The factor may differ by row (log n), which the scale of the fused call cannot, so q carries it and the
+        # calls get 1.
         q = q * call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype)
         pos, w, t = call.pos_q, position.window, q.shape[2]
         near = [
@@ -95,6 +97,8 @@ class _MergedSoftmax(torch.autograd.Function):
             lses.append(to_rows(lse[..., None], shape, w, -torch.inf))
         lse = torch.stack(lses).logsumexp(0)
         merged = torch.zeros_like(outs[0])
+        # A softmax over the union: each call's output weighs as much as its keys' share of all exponentials. Rows
+        # outside a triangle have an lse of -inf there, which weighs 0.
         for out, out_lse in zip(outs, lses):
             merged.addcmul_(out, (out_lse - lse).exp().to(out.dtype))
         return merged, lse
@@ -137,6 +141,7 @@ def _triangles(
     """Returns q, k, v of each triangle; far_q and far_k [b h T-w d] are already sliced."""
     far = far_q, far_k, v[:, :, :-w]
     near = _blocks(q, w), _blocks(k, w), _blocks(v, w)
+    # In blocks of one token nothing is left of the block before, of which queries and keys each lack a token.
     if w == 1:
         return [far, near]
     return [far, near, (_before(q, w), _behind(k, w), _behind(v, w))]

@@ -46,6 +46,7 @@ class Decode(Kernel):
     def __call__(self, call: AttentionCall) -> Outputs:
         q, k, v, scale = folded(call)
         mask, causal, window = _visibility(call)
+        # Without factors on the logits and without a cap, which only `latents` has.
         return OPS.decode.default(q, k, v, mask, None, scale, 0.0, causal, window)
 
 
@@ -91,6 +92,7 @@ def _visibility(call: AttentionCall) -> tuple[Tensor | None, bool, int]:
 def _decode_refuses_tensors(call: AttentionCall) -> str | None:
     q, k = call.q, call.k
     rows = q.shape[2] * (q.shape[1] // k.shape[1])
+    # With as many queries as keys nothing was cached, so this is the start of a sequence and no decoding.
     if rows > ROWS or q.shape[2] > TOKENS or k.shape[2] <= q.shape[2]:
         most = f"at most {ROWS} queries per key head, at most {TOKENS} per query head,"
         return f"decoding is for {most} and more keys than queries"

@@ -108,6 +108,7 @@ def reads_plain(q: Tensor, k: Tensor, causal: bool) -> bool:
 def _plain_arguments(
     b: int, h: int, t: int, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    # A view of one number: the operator follows strides, and nothing of the size of q has to be written.
     scales = torch.full((), scale, dtype=torch.float32, device="cpu").expand(b, h, t)
     if not causal:
         return scales, None, None, None
@@ -191,6 +192,7 @@ def _visibility(call: AttentionCall) -> VisibilityTensors | None:
         ordered = (k[:, 1:] >= k[:, :-1]).all() & (q == q).all()
         if q.dtype != k.dtype or not bool(ordered):
             return None
+        # For tensors that are not contiguous, as expanded ones, searchsorted makes copies and warns.
         b = max(len(q), len(k))
         q, k = q.expand(b, -1).contiguous(), k.expand(b, -1).contiguous()
     if window is None:

@@ -57,6 +57,7 @@ def _extremes(
     """Computes the largest and smallest logit of a tile of rows: NaN if a logit is NaN, -inf and inf if nothing was
     read."""
     # Sequence and head.
+    # In 64 bits, since offsets into long caches exceed 32.
     of = (tl.program_id(0) // tiles).to(tl.int64)
     n, h = of // heads, of % heads
     # Longest rows first under a causal mask.
@@ -69,6 +70,8 @@ def _extremes(
     begin, shared_end, stop = reach(
         first, first + ROWS - 1, length, window, KEYS, CAUSAL, WINDOW, MASK
     )
+    # One running extreme for each place of the tile. They are reduced once, at the end, because a reduction across
+    # threads for each tile would cost more than the comparisons.
     top = tl.full([ROWS, KEYS], float("-inf"), tl.float32)
     low = -top
     theirs = k + n * k_b + (h // share) * k_h + i[:, None]
@@ -78,6 +81,7 @@ def _extremes(
         y = tl.load(
             theirs + key.to(tl.int64)[None, :] * k_t, mask=i[:, None] < D, other=0.0
         )
+        # Triton's default for float32 is TF32, which would round q and k to 10 bits.
         z = tl.dot(x, y, input_precision="ieee")
         top, low = (
             tl.maximum(top, z, propagate_nan=_ALL),

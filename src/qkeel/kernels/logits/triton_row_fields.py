@@ -93,6 +93,7 @@ def _add(
     `most`, `mass` and `along` refer to logits in units of ln 2. All weights of a tile are relative to the same rounded
     maximum, so its rounding cancels from the entropy.
     """
+    # Triton's default for float32 is TF32, which would round q and k to 10 bits.
     products = tl.dot(x, y, input_precision="ieee")
     if not ALL:
         # a hidden key may hold anything.
@@ -352,6 +353,7 @@ def _fields(
     # The hardware's maxima drop NaN, sums do not, so the sums show rows with a NaN or infinite logit.
     nan, full = float("nan"), mass > 0
     lost = mass != mass
+    # Such a row sees only logits of -inf, so it has no weights.
     bad = lost | (sees_a_key & ((mass == 0) & (low <= top)))
     logs = tl.log(tl.where(full, mass, 1.0))
     spread = logs - along / tl.where(full, mass, 1.0) * _LN_2

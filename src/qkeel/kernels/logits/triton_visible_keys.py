@@ -87,6 +87,7 @@ def visible(
 
 def tile_sizes(q: Float[Tensor, "b h t d"]) -> tuple[int, tuple[int, int, int]]:
     """Returns the width of q as a power of two, and rows, keys and warps of a tile."""
+    # Triton's products take no dimension under 16.
     wide = max(16, triton.next_power_of_2(q.shape[-1]))
     return wide, (_TILES_FLOAT32 if q.dtype == torch.float32 else _TILES)[wide]
 

@@ -505,8 +505,10 @@ def _constants(
     )
     # The rest that is not rotated may be wider than the pairs.
     rows = _ROWS[max(wide, triton.next_power_of_2(triton.cdiv(tail, 2)))]
+    # Heads of a token first: a norm over all of them needs them in one tile.
     heads = triton.next_power_of_2(h) if whole else min(rows, triton.next_power_of_2(h))
     constants = {"D": d, "HALF": half, "WIDE": wide, "TAIL": tail, "HEADS": heads}
+    # With a gain per head, each row of a tile is a head, whose sums for the gain's gradient stay apart.
     constants["TOKENS"] = 1 if by_head or whole else rows // heads
     if whole:
         # As many rows for each warp as in other tiles.
@@ -618,6 +620,7 @@ def _run_backward(
     groups_of_program = triton.cdiv(groups, min(most, groups))
     chunks = triton.cdiv(groups, groups_of_program)
     shape = (chunks, h, d) if by_head else (chunks * blocks, 1, d)
+    # Partial sums that are added afterwards, instead of atomic additions, whose order differs from run to run.
     parts = kept.new_empty((0,) if gain is None else shape, dtype=torch.float32)
     gain_and_table = _operands(kept, gain, cos, sin)
     with torch.cuda.device_of(kept):

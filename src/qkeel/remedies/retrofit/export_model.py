@@ -45,6 +45,8 @@ Loaders = Mapping[str, Callable[[], Tensor]]
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+?)(\.weight|\.bias|)")
 # Buffers that models recreate.
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq|.*\.masked_bias")
+# Fields that the new config has elsewhere (rope_parameters) or not at all, and the one that names code of the old
+# model.
 _DROPPED = (
     "pretraining_tp",
     "mlp_bias",
@@ -236,6 +238,7 @@ class Conversion:
         if new.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight")):
             x = self._gain(name, x, self.heads if "q_norm" in new else self.kv_heads)
         elif self._scale != 1.0 and re.search(r"self_attn\.[qk]_proj\.", name):
+            # A power of two changes exponents alone, which is exact in any precision.
             if x.dtype.itemsize < 4 and math.frexp(self._scale)[0] != 0.5:
                 raise RefusedError(
                     f"the eps of the q/k norm differs from rms_norm_eps, and scaling weights in {x.dtype} to "

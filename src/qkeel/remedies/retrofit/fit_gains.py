@@ -88,6 +88,7 @@ class InsertedNorm:
                 hook.remove()
         bare = dataclasses.replace(self.norm, gain="none")  # type: ignore[type-var]
         with torch.no_grad():
+            # q comes before k, as among the gains.
             for gain, (part, x) in zip(self.gains, sorted(sides.items(), reverse=True)):
                 x = x.to(wide(x.dtype))
                 n = bare.apply(part, x, {})

@@ -131,6 +131,7 @@ class Reference:
         self.kind = kind_of_outputs(model, self.old[0], batches[0])
         # Error is a share of the old outputs' variance, so that units don't matter.
         values = torch.cat([output.flatten().double() for output in self.old])
+        # Outputs that are all equal have no variance to divide by.
         self._variance = float(values.var(correction=0)) or 1.0
         self.loss = self._loss(self.old)  #: the old model's next-token loss
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from qkeel.errors import DamagedFileError, ShapeError
-from qkeel.records import HeadRecorder, read_heads
+from qkeel.records import HeadRecorder, file_formats, read_heads
 
 FIELDS = ("max_logit", "entropy")
 
@@ -29,6 +29,25 @@ def test_values_come_back_by_name_layer_and_head(tmp_path):
     for i, name in enumerate(FIELDS):
         assert np.array_equal(heads.values[name], values[:, i])
         assert heads.values[name].shape == (3, 2, 3)
+
+
+def test_heads_are_folded_by_hand():
+    values = np.array([[0.1, 0.5, np.nan, 0.4, 0.2], [np.nan] * 4 + [0.2]])
+    expected = {
+        "max": [0.5, 0.2],
+        "min": [0.1, 0.2],
+        "mean": [0.3, 0.2],
+        "std": [0.025**0.5, 0.0],
+        "share_of_sinks": [0.5, 0.0],
+        "gap_of_sinks": [0.45 - 0.15, np.nan],
+        "max_ratio": [0.5 / 0.3, 1.0],
+        "min_ratio": [0.1 / 0.3, 1.0],
+        "max_over_mean": [0.5 / 0.3, 1.0],
+    }
+    folds = {name: fold(values).tolist() for name, fold in file_formats._FOLDS.items()}
+    assert folds.keys() == expected.keys()
+    for name, numbers in expected.items():
+        assert folds[name] == pytest.approx(numbers, nan_ok=True), name
 
 
 @pytest.mark.parametrize("cut", [1, 3, 4, 51])

@@ -1,0 +1,33 @@
+"""The names of what is recorded: each has a unit and a meaning."""
+
+import pytest
+
+from qkeel.errors import UnknownNameError
+from qkeel.records import (
+    HEAD_FIELDS,
+    STEP_FIELDS,
+    TABLE_COLUMNS,
+    explain_field,
+    names_and_units,
+)
+from qkeel.records.names_and_units import field_unit
+
+TABLES = [
+    table
+    for name, table in vars(names_and_units).items()
+    if name.endswith(("_FIELDS", "_COLUMNS", "_EXTREMES"))
+]
+
+
+def test_every_recorded_number_has_a_meaning_and_a_unit():
+    assert all(table in TABLES for table in (HEAD_FIELDS, STEP_FIELDS, TABLE_COLUMNS))
+    for table in TABLES:
+        for name, field in table.items():
+            assert 0 < len(field.unit) < len(field.meaning), name
+    for name in HEAD_FIELDS | STEP_FIELDS | TABLE_COLUMNS:
+        assert explain_field(name).endswith("]")
+    with pytest.raises(UnknownNameError, match="max_logit"):
+        explain_field("max_logits")
+    assert (field_unit("query_competition"), field_unit("entropy")) == ("1", "nats")
+    with pytest.raises(UnknownNameError, match="max_logit"):
+        field_unit("max_logits")
