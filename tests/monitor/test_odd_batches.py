@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.attention import Attention, written
-from tests.contract.watch.small import batch, small
+from tests.attention import written
+from tests.contract.watch.small import Block, batch, small
 from tests.quick import quick
 from torch import nn
 
@@ -27,10 +27,18 @@ class TorchAttention(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
+class Written(Block):
+    def forward(self, x):
+        q, k, v = (
+            f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
+        return self.o(written(q, k, v).transpose(1, 2).flatten(2))
+
+
 MODELS: dict[str, Any] = {
     "sdpa": small,
     "torch's": TorchAttention,
-    "written": lambda: Attention(written),
+    "written": Written,
     "own": lambda: nn.Sequential(qkeel.nn.Attention(8, 2)),
 }
 EMPTY = {"no sequences": (0, 5), "no tokens": (2, 0)}
