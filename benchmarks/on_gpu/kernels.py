@@ -23,10 +23,10 @@ from benchmarks.native import Own, Passes, pass_cases
 from benchmarks.on_gpu.machine import DEVICE, Clock, write
 from benchmarks.steps import clip_cases, optimizer_cases
 from qkeel.functional.rope import rope_frequencies, rope_table
+from qkeel.kernels import gpu as available
 from qkeel.kernels.attention.flex import Flex
 from qkeel.kernels.logits import triton_extremes as extremes
 from qkeel.kernels.logits import triton_row_fields as row_fields
-from qkeel.kernels.native import triton as available
 from qkeel.kernels.norm_rope.operator import norm_rope, norm_rope_two
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import make_call

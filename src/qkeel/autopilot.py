@@ -36,7 +36,8 @@ from qkeel.errors import (
 from qkeel.handle import Handle, State, compose, under
 from qkeel.metrics import Row
 from qkeel.monitor import Cadence, PlannedRates, Sink, thresholds
-from qkeel.monitor.history import Forecast, History
+from qkeel.monitor.forecast import Forecast
+from qkeel.monitor.history import History
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.record import Sample
 from qkeel.monitor.recording import Recording

@@ -2,7 +2,7 @@
 
 import json
 
-from qkeel.cli.inspect import explain
+from qkeel.cli.audit import explain
 from qkeel.cli.report import ANSWERS
 from qkeel.remedies.apply import remedies
 from qkeel.spec import presets

@@ -13,7 +13,7 @@ from monitor.samples import about, sample
 from tests.contract.watch.small import batch, small, train
 
 import qkeel
-from qkeel.cli.inspect import export
+from qkeel.cli.audit import export
 from qkeel.errors import (
     MissingLibraryError,
     QkeelError,

@@ -12,9 +12,9 @@ from torch import nn
 
 import qkeel
 from qkeel.functional.statistics import TENSORS
+from qkeel.kernels import gpu as available
 from qkeel.kernels.attention.flex import Flex
 from qkeel.kernels.logits.gpu import extremes, row_fields
-from qkeel.kernels.native import triton as available
 from qkeel.kernels.norm_rope import encode
 from qkeel.kernels.norm_rope import operator as norm_rope
 from qkeel.kernels.norm_rope.encode import encoded

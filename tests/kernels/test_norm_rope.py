@@ -16,7 +16,7 @@ from tests.kernels.harness import DTYPES, laid
 from tests.quick import one_in
 
 import qkeel
-from qkeel.kernels.native import triton as available
+from qkeel.kernels import gpu as available
 from qkeel.kernels.norm_rope import encode
 from qkeel.kernels.norm_rope.operator import INTERLEAVED, norm_rope
 from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, YaRN

@@ -8,7 +8,7 @@ import pytest
 
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.monitor import PlannedRates
-from qkeel.monitor.history import Forecast, clock, forecast
+from qkeel.monitor.forecast import Forecast, clock, forecast
 
 STEPS = np.arange(1.0, 201.0)
 

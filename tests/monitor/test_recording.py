@@ -7,7 +7,7 @@ import pytest
 
 from qkeel.errors import ShapeError
 from qkeel.monitor import AlarmLog, History, Recording, replay
-from qkeel.monitor.history import clock
+from qkeel.monitor.forecast import clock
 from qkeel.monitor.rules import DEFAULT
 from qkeel.records import Heads
 

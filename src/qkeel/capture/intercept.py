@@ -458,7 +458,6 @@ class CaptureMode(CallObserver):
         kwargs: Kwargs,
         rows: KernelRows | None,
     ) -> None:
-        """Reads a call of one of torch's fused functions."""
         if self._elsewhere(top):
             return
         self._find(top)

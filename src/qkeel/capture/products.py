@@ -214,13 +214,13 @@ def _letters(equation: object, first: int, second: int) -> tuple[str, str, str] 
     ellipsis = "".join(spare[: max(n_left, n_right, 0)])
     left = left.replace("...", ellipsis[len(ellipsis) - n_left :])
     right = right.replace("...", ellipsis[len(ellipsis) - n_right :])
-    both = left + right
+    operands = left + right
     result = result.replace("...", ellipsis)
     summed = set(left) & set(right) - set(result)
     for letters in (left, right, result):
         if len(set(letters)) < len(letters):
             return None
-    if not summed or set(both) - summed != set(result):
+    if not summed or set(operands) - summed != set(result):
         return None
     return left, right, result
 

@@ -151,7 +151,6 @@ def _functions() -> list[types.FunctionType]:
 def _begin(
     function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]
 ) -> ObservedCall | None:
-    """Called when a call of an observed function begins."""
     observers = _OBSERVERS.get()
     if not observers or recomputing():
         return None

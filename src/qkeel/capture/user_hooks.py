@@ -113,8 +113,8 @@ class _Unobserved:
 
 @contextmanager
 def recording_unobserved(model: nn.Module) -> Iterator[None]:
-    """A context in which forward hooks that return nothing run unobserved: attention that they compute from what they
-    see, as probes that log weights do, is none of the model's."""
+    """A context in which forward hooks that return nothing, or an argument of theirs, run unobserved: attention that
+    they compute from what they see, as probes that log weights do, is none of the model's."""
     wrapped: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any]]] = []
     tables = [*global_hooks()]
     for module in modules_of(model).values():
@@ -124,7 +124,7 @@ def recording_unobserved(model: nn.Module) -> Iterator[None]:
         wrapped += [
             (table, key, hook)
             for key, hook in _own_hooks(table)
-            if returns_nothing(hook) and table[key] is hook
+            if returns_nothing(hook, or_argument=True) and table[key] is hook
         ]
     for table, key, hook in wrapped:
         table[key] = _Unobserved(hook)
@@ -148,9 +148,9 @@ def _own_hooks(
             yield key, plain
 
 
-def returns_nothing(hook: Callable[..., Any]) -> bool:
+def returns_nothing(hook: Callable[..., Any], *, or_argument: bool = False) -> bool:
     """True if no way through the code of a hook returns anything but None, or the result of a method such as append or
-    of a function that returns nothing.
+    of a function that returns nothing. With `or_argument`, a hook may return an argument that it has not replaced.
 
     >>> features = []
     >>> returns_nothing(lambda module, args, output: features.append(output))
@@ -161,7 +161,7 @@ def returns_nothing(hook: Callable[..., Any]) -> bool:
     function = _function_of(hook)
     if not isinstance(function, types.FunctionType):
         return False
-    result = _result(function.__code__)
+    result = _result(function.__code__, or_argument)
     if not isinstance(result, str):
         return result
     try:
@@ -169,15 +169,19 @@ def returns_nothing(hook: Callable[..., Any]) -> bool:
     except ValueError:
         return False
     other = {**called.globals, **called.nonlocals}.get(result)
-    return isinstance(other, types.FunctionType) and _result(other.__code__) is True
+    return isinstance(other, types.FunctionType) and (
+        _result(other.__code__, or_argument) is True
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def _result(code: types.CodeType) -> bool | str:
-    """Whether a function returns nothing, or the name of the function whose result it returns."""
+def _result(code: types.CodeType, or_argument: bool) -> bool | str:
+    """Whether a function returns nothing (or an argument), or the name of the function whose result it returns."""
     if code.co_flags & _IS_GENERATOR:
         return False
     result: bool | str = True
+    kept = {*code.co_varnames[: code.co_argcount]} if or_argument else set()
+    kept -= {x.argval for x in dis.get_instructions(code) if x.opname == "STORE_FAST"}
     # The object of the call that is evaluated last lies at the bottom of the stack, and so does its method.
     depth, method, function, before = 0, "", "", None
     for instruction in dis.get_instructions(code):
@@ -186,6 +190,7 @@ def _result(code: types.CodeType) -> bool | str:
             return False
         if name == "RETURN_VALUE" and before is not None:
             is_none = before.opname == "LOAD_CONST" and before.argval is None
+            is_none |= before.opname == "LOAD_FAST" and before.argval in kept
             is_call = before.opname.startswith("CALL")
             if is_call and function and not method and result in (True, function):
                 result = function

@@ -51,7 +51,7 @@ def explain_command(name: str, /) -> int:
         )
     # a name with options, several names, or an unknown name.
     if explanation is None:
-        from qkeel.cli.inspect import explain
+        from qkeel.cli.audit import explain
 
         explanation = explain(name)
     print(explanation)

@@ -377,7 +377,7 @@ def logit_rows(
 ) -> dict[str, Tensor]:
     """Returns extrema, totals and counts of blanked logits z [b h rows n] before the cap; leaves z lowered."""
     b, h, r, _ = z.shape
-    found = {"total": z.sum(-1), "min_logit": visible_keys.least(z)}
+    fields = {"total": z.sum(-1), "min_logit": visible_keys.least(z)}
     top = visible_keys.lower_(z).amax(-1)
     # Comparing every logit costs as much as the exponential and finds nothing if no row maximum is above. Only on a CPU
     # can that be checked without waiting for the device.
@@ -385,10 +385,10 @@ def logit_rows(
     above = (z > threshold).sum(-1).to(z.dtype) if over else torch.zeros_like(top)
     if members is not None:
         of_block = members[:, : z.shape[-1]]
-        found["class_keys"] = visible_keys.counts_of(of_block).expand(b, h, r, -1)
-        found["class_max"] = class_maxima(z, of_block, found["class_keys"])
+        fields["class_keys"] = visible_keys.counts_of(of_block).expand(b, h, r, -1)
+        fields["class_max"] = class_maxima(z, of_block, fields["class_keys"])
     return {
-        **found,
+        **fields,
         "max_logit": top,
         "above": above,
         "n_keys": visible_keys.counts(r, z.device).expand(b, h, r),

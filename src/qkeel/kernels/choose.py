@@ -80,7 +80,8 @@ def _half_precision_training_on_avx2(call: AttentionCall) -> bool:
     return half and gradient and _cpu_capability() == "AVX2"
 
 
-# The reasons quote times measured by `python -m benchmarks.kernels --full`; docs/internals/choice.md has the table.
+# The reasons quote times measured by `python -m benchmarks.kernels --full`; the table is in
+# experiments/notes/internals/choice.md.
 # The first preference that applies counts.
 PREFERENCES: tuple[Preference, ...] = (
     Preference(

@@ -161,13 +161,13 @@ def note(text: str) -> Note:
     """Describes the remedy of a run, with its source.
 
     >>> note("autopilot").source
-    'docs/guides/autopilot.md'
+    'docs/guides/choose-a-remedy.md'
     """
     if not _is_autopilot(text):
         return remedies.note(text)
     return Note(
         "watches the run and applies qk_clip and lalr to the heads that need it",
-        "docs/guides/autopilot.md",
+        "docs/guides/choose-a-remedy.md",
     )
 
 

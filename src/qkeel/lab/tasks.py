@@ -411,11 +411,11 @@ def _texts(tokens: Tensor) -> list[str]:
 
 def _translation_examples(sources: np.ndarray) -> Examples:
     """Pairs sources [n t] with their translations, as inputs [n 2t] and targets [n t]."""
-    second = [
+    translations = [
         np.frombuffer(translated(row.astype(np.uint8).tobytes()), np.uint8)
         for row in sources
     ]
-    targets = np.stack(second).astype(np.int64)
+    targets = np.stack(translations).astype(np.int64)
     begin = np.full((len(sources), 1), BEGIN_TRANSLATION)
     return Examples(
         torch.from_numpy(

@@ -12,7 +12,8 @@ from qkeel.monitor.alarms import (
     rules_for,
 )
 from qkeel.monitor.cadence import Adaptive, Cadence, Every, LogSpaced
-from qkeel.monitor.history import Forecast, History, PlannedRates, forecast
+from qkeel.monitor.forecast import Forecast, PlannedRates, forecast
+from qkeel.monitor.history import History
 from qkeel.monitor.record import (
     Sample,
     sample_line,

@@ -16,8 +16,9 @@ from qkeel.distributed.reduce import StepTable
 from qkeel.errors import AlarmWarning, caution
 from qkeel.handle import State
 from qkeel.monitor.alarms import AlarmLog
+from qkeel.monitor.forecast import PlannedRates
 from qkeel.monitor.gather import StepRecord, Transfer
-from qkeel.monitor.history import History, LogitLimit, PlannedRates
+from qkeel.monitor.history import History, LogitLimit
 from qkeel.monitor.numbers import Stats
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.record import Sample

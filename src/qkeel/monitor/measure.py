@@ -53,7 +53,10 @@ class StepNumbers(Visitor):
     """Collects the numbers of a step by (site, name) other than the statistics of its attention calls: means over its
     passes, such as the loss, and values read before and after its update.
 
-    Before each pass, it is determined which of its tokens count, and before the first pass, which sites there are.
+    As a visitor of a tap (see `Visitor`), it is called in the order before, looking, search, call for each attention
+    call, after, and, once the role of the pass is known, settled; or failed. Around the optimizer's step, before_step and
+    after_step are called, and take hands over what was collected. Before each pass, it is determined which of its tokens
+    count, and before the first pass, which sites there are.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class StepNumbers(Visitor):
         tap: Tap,
         sites: WatchedSites,
         tokens: PassTokens,
-        changes: LogitChanges | None,
+        logit_changes: LogitChanges | None,
         optimizers: Sequence[Optimizer],
         *,
         guard: Guarded,
@@ -70,7 +73,8 @@ class StepNumbers(Visitor):
     ) -> None:
         """name: the name of the model, "" if there is only one."""
         self.name, self.tap = name, tap
-        self.sites, self._tokens, self._changes = sites, tokens, changes
+        self.sites, self._tokens = sites, tokens
+        self._logit_changes = logit_changes
         self._optimizers, self._guard = optimizers, guard
         self._extras = extras
         # Called with the role of each pass, and whether it was measured.
@@ -82,14 +86,13 @@ class StepNumbers(Visitor):
         self._unused_scalar: Tensor | None = None
         compares = "chosen" in extras
         self._sparse = SparseAttention(tokens, self._numbers, compares=compares)
-        # Those below are made when the sites are known.
-        self._hidden: HiddenStates | None = None
-        # Before the first pass.
         self.weights_not_finite: tuple[str, ...] = ()
         self._first_look = FirstLook(sites.model)
+        # None until the first pass, in which the sites become known.
+        self._hidden: HiddenStates | None = None
         self._readers: tuple[WeightNorms, GainBounds] | None = None
         self._spectra: StepSpectra | None = None
-        self._read: Numbers = {}
+        self._step_values: Numbers = {}
 
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         # What a pass that failed has left is not of this one.
@@ -189,17 +192,17 @@ class StepNumbers(Visitor):
         """Reads weights and gradients before the step; gradients are divided by the loss scale if they are still
         scaled."""
         # All of this is read before the step: a record describes the model that its passes ran.
-        if self._changes is not None:
-            self._changes.before()
+        if self._logit_changes is not None:
+            self._logit_changes.before()
         self._read_weights()
         if "updates" in self._extras and self._readers is not None:
             if self._spectra is None:
                 self._spectra = self._compared(self._readers[0].multiplied)
             self._spectra.before()
         if gradient_scale is not None:
-            self._read = {
+            self._step_values = {
                 key: _unscaled(x, gradient_scale) if "grad" in key[1] else x
-                for key, x in self._read.items()
+                for key, x in self._step_values.items()
             }
 
     def _compared(self, sites: list[AttentionSite]) -> StepSpectra:
@@ -222,22 +225,23 @@ class StepNumbers(Visitor):
             weights = WeightNorms(model, sites, self._optimizers)
             self._readers = weights, GainBounds(model, sites)
         for reader in self._readers:
-            self._read = {**self._read, **reader.read()}
+            self._step_values = {**self._step_values, **reader.read()}
 
     def after_step(self) -> None:
         """Reads how much the step has changed the weights and the logits of the probe batch."""
         if self._spectra is not None:
-            self._read = {**self._read, **self._spectra.after()}
-        if self._changes is not None:
+            self._step_values = {**self._step_values, **self._spectra.after()}
+        if self._logit_changes is not None:
             changes = {
-                key: Number(x, 1, own=True) for key, x in self._changes.after().items()
+                key: Number(x, 1, own=True)
+                for key, x in self._logit_changes.after().items()
             }
-            self._read = {**self._read, **changes}
+            self._step_values = {**self._step_values, **changes}
 
     def take(self) -> Numbers:
         """Returns all numbers of the step, and forgets them. The names of sites begin with that of the model."""
-        read, self._read = self._read, {}
-        numbers = {**read, **self._numbers.read()}
+        values, self._step_values = self._step_values, {}
+        numbers = {**values, **self._numbers.read()}
         unused, self._unused_scalar = self._unused_scalar, None
         # The processes of a run agree once on the numbers that each step has.
         if unused is not None and dist.world() > 1:

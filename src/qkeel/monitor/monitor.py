@@ -22,7 +22,8 @@ from qkeel.handle import Handle, State, under
 from qkeel.monitor.alarms import fitted, logit_limits, rules_for
 from qkeel.monitor.cadence import Cadence, MeasuredSteps
 from qkeel.monitor.call_statistics import CallStatistics, SettingSeen, wanted
-from qkeel.monitor.history import History, PlannedRates
+from qkeel.monitor.forecast import PlannedRates
+from qkeel.monitor.history import History
 from qkeel.monitor.journal import Recorder
 from qkeel.monitor.logit_changes import LogitChanges
 from qkeel.monitor.measure import StepNumbers

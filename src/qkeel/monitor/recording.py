@@ -8,7 +8,8 @@ from typing import final
 import numpy as np
 
 from qkeel.errors import ShapeError
-from qkeel.monitor.history import History, PlannedRates, number
+from qkeel.monitor.forecast import PlannedRates
+from qkeel.monitor.history import History, number
 
 # Records kept: a power law fits 512 points as well as 100,000, and a rule reads all of
 # them.

@@ -26,7 +26,8 @@ from qkeel.monitor.finite_stages import (
     Origin,
     first_origin,
 )
-from qkeel.monitor.history import Forecast, History, RecordPlace, clock, forecast
+from qkeel.monitor.forecast import Forecast, clock, forecast
+from qkeel.monitor.history import History, RecordPlace
 from qkeel.records import LAYER_TYPES, LINEAR, NON_FINITE, explain_field, fold_heads
 
 # Alarms and rules; a rule is a condition on records and has no state.

@@ -242,15 +242,15 @@ class LoggingSink(Sink):
     def open(self, about: Mapping[str, object]) -> None:
         """Logs what is watched."""
         sites = about.get("sites")
-        found = len(sites) if isinstance(sites, (list, tuple)) else 0
+        n_sites = len(sites) if isinstance(sites, (list, tuple)) else 0
         missed = about.get("missed")
         total = (
-            f" of {found + len(missed)}"
+            f" of {n_sites + len(missed)}"
             if isinstance(missed, (list, tuple)) and missed
             else ""
         )
         self.logger.info(
-            "watching %d%s attention layers of %s", found, total, about.get("model")
+            "watching %d%s attention layers of %s", n_sites, total, about.get("model")
         )
 
     def write(self, sample: Sample) -> None:

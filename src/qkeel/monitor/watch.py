@@ -22,7 +22,7 @@ from qkeel.errors import (
 )
 from qkeel.monitor.cadence import Cadence, cadence
 from qkeel.monitor.call_statistics import wanted
-from qkeel.monitor.history import PlannedRates
+from qkeel.monitor.forecast import PlannedRates
 from qkeel.monitor.monitor import Monitor, watched
 from qkeel.monitor.rules import Rule
 from qkeel.monitor.sinks import RunDirectorySink, Sink

@@ -715,11 +715,11 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    found: list[FSDPModule] = []
+    modules: list[FSDPModule] = []
     for module in model.modules() if fsdp is not None else ():
         if fsdp is not None and isinstance(module, fsdp.FSDPModule):
-            found.append(module)  # type: ignore[arg-type]
-    return found
+            modules.append(module)  # type: ignore[arg-type]
+    return modules
 
 
 # Modes: objects that intercept every torch function or operator call in a thread while they are active.

@@ -139,15 +139,15 @@ def before_change(act: Act) -> Callable[..., Any]:
         optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
         # Args[0] is the optimizer.
-        given = args[1:2]
-        closure = given[0] if given else kwargs.get("closure")
+        positional = args[1:2]
+        closure = positional[0] if positional else kwargs.get("closure")
         if not callable(closure):
             act(optimizer)
             return None
         closure = _followed(closure, lambda: act(optimizer))
         return (
             ((args[0], closure, *args[2:]), kwargs)
-            if given
+            if positional
             else (args, {**kwargs, "closure": closure})
         )
 

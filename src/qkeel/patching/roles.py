@@ -146,13 +146,13 @@ def _graph_nodes(
 
 def tensors_within(value: object) -> list[Tensor]:
     """Returns the tensors in nested containers, dataclasses and plain objects; modules are not looked through."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     waiting: list[object] = [value]
     visited: set[int] = set()
     while waiting and len(visited) < MOST_OBJECTS:
         value = waiting.pop()
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
             continue
         is_plain = value is None or isinstance(value, _WITHOUT_TENSORS)
         if is_plain or id(value) in visited:
@@ -167,7 +167,7 @@ def tensors_within(value: object) -> list[Tensor]:
             waiting.extend([getattr(value, field.name, None) for field in fields])
         elif hasattr(value, "__dict__") and not callable(value):
             waiting.extend(vars(value).values())
-    return found
+    return tensors
 
 
 def inside_checkpoint() -> bool:

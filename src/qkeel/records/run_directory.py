@@ -64,7 +64,7 @@ def made_on() -> dict[str, str]:
     >>> sorted(made_on())[-1]
     'system'
     """
-    made = {
+    facts = {
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     }
     command = ("git", "rev-parse", "--short=12", "HEAD")
@@ -72,8 +72,8 @@ def made_on() -> dict[str, str]:
     with suppress(OSError):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
-            made["commit"] = done.stdout.strip()
-    return made
+            facts["commit"] = done.stdout.strip()
+    return facts
 
 
 # A run directory contains config.json env.json metrics.jsonl heads.json heads.f32 events.jsonl last/ summary.json DONE.

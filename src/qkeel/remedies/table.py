@@ -21,13 +21,14 @@ from qkeel.remedies.one_slot import (
 from qkeel.remedies.output_gate import OutputGate
 from qkeel.remedies.output_head import FinalSoftcap, ZLoss
 from qkeel.remedies.qk_clip import QKClip
-from qkeel.remedies.qk_norm import Cosine, KeyNorm, QKNorm, QKVNorm, QueryNorm
+from qkeel.remedies.qk_norm import Cosine, KeyNorm, QKNorm, QueryNorm
 from qkeel.remedies.qk_weights import (
     FrozenQK,
     QKLearningRate,
     QKWeightDecay,
     SpectralCap,
 )
+from qkeel.remedies.qkv_norm import QKVNorm
 from qkeel.remedies.residual_branches import Dropout, PeriNorm, SwinNorm
 from qkeel.remedies.sigma_reparam import SigmaReparam
 

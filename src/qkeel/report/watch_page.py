@@ -442,15 +442,15 @@ def _run_data(
     run: Watched, names: Sequence[str], most: int, cells: int
 ) -> dict[str, object]:
     rows = np.array(h.thin(run.overall("max_logit").tolist(), most))
-    values, lines = {}, {}
+    run_series, layer_series = {}, {}
     for name in VALUES:
         course = run.overall(name)
         if np.isfinite(course).any():
-            values[name] = h.series(course[rows])
+            run_series[name] = h.series(course[rows])
     for name in names:
         by_layer = run.by_layer(name)
         if by_layer is not None:
-            lines[name] = [h.series(line) for line in by_layer[rows].T]
+            layer_series[name] = [h.series(line) for line in by_layer[rows].T]
     alarms = [
         {
             "step": int(alarm["step"]),
@@ -467,9 +467,9 @@ def _run_data(
         "name": run.name,
         "status": str(run.status),
         "step": [run.steps[i] for i in rows],
-        "values": values,
+        "values": run_series,
         "layers": short_names(run.layers),
-        "lines": lines,
+        "lines": layer_series,
         "leader": run.leader(),
         "last": _last_sample(run, cells),
         "alarms": alarms,

@@ -142,9 +142,9 @@ def all_sites(of: Mapping[str, Sites]) -> Sites:
     if [*of] == [""]:
         return of[""]
     missed = (
-        dataclasses.replace(one, module=within(name, one.module))
+        dataclasses.replace(unread, module=within(name, unread.module))
         for name, sites in of.items()
-        for one in sites.missed
+        for unread in sites.missed
     )
     named = ((functools.partial(within, name), sites) for name, sites in of.items())
     pairs = [(inside, sites) for inside, sites in named]
@@ -186,8 +186,8 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
                     in_this_model, name=f"{name}{mark}{ordinal}", module=module
                 )
 
-    found = [*in_model(sites)]
-    for site in found:
+    located = [*in_model(sites)]
+    for site in located:
         for s in (*site.query, *site.key):
             weight = parameters.get(_bare(s.parameter), (None, None))[1]
             n_rows = 0 if weight is None else len(s.rows_of(weight))
@@ -196,15 +196,15 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
                     f"the site {site.name} was found in a model with other weights: expected {s.parameter} with at "
                     f"least {int(s.index.max()) + 1} rows, got {n_rows or 'no weight of this name'}"
                 )
-    if not found:
+    if not located:
         raise RefusedError(
             f"this {type(model).__name__} has no module with the name of any site "
             f"({', '.join(site.name for site in sites)}): find the sites in the module that is itself split, "
             "not in a wrapper of it"
         )
     if not isinstance(sites, Sites):
-        return Sites(found)
-    return Sites(found, sites.missed, in_model(sites.indexers))
+        return Sites(located)
+    return Sites(located, sites.missed, in_model(sites.indexers))
 
 
 def _bare(name: str) -> str:
@@ -383,11 +383,11 @@ def _mla_terms(name: str, module: MLA) -> tuple[QKProduct, ...]:
 def _gau_terms(name: str, module: GAU) -> tuple[QKProduct, ...]:
     """(W_z, γ_q) and (W_z, γ_k): a single projection on both logit paths, without the SiLU that follows it."""
     shared = _slice(name, module, "qk_proj.z_proj", 1)
-    made = f"{name}.qk_proj" if name else "qk_proj"
+    home = f"{name}.qk_proj" if name else "qk_proj"
 
     def gains(part: str) -> HeadSlice:
-        bias = f"{made}.{part}_bias" if module.qk_proj.q_bias is not None else None
-        return rows(f"{made}.{part}_gain", 1, module.head_dim, bias)
+        bias = f"{home}.{part}_bias" if module.qk_proj.q_bias is not None else None
+        return rows(f"{home}.{part}_gain", 1, module.head_dim, bias)
 
     return (QKProduct(query=(shared, gains("q")), key=(shared, gains("k"))),)
 

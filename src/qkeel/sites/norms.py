@@ -55,7 +55,7 @@ class GraphNorm:
 def norms(start: Node, names: dict[int, str]) -> list[GraphNorm] | None:
     """The last norms through which all inputs of a node have passed, or None if some input passed through no norm or
     this is unclear."""
-    found: dict[Node, GraphNorm] = {}
+    by_node: dict[Node, GraphNorm] = {}
     visited: set[Node] = set()
     queue = [(start, GraphNorm())]
     while queue:
@@ -68,13 +68,13 @@ def norms(start: Node, names: dict[int, str]) -> list[GraphNorm] | None:
             norm = _norm(node, statistic, passed, names)
             if norm is None:
                 return None
-            found[node] = norm
+            by_node[node] = norm
             continue
         further = _onward(node, passed, names)
         if not further or len(visited) > _LIMIT:
             return None
         queue += further
-    return list(found.values())
+    return list(by_node.values())
 
 
 def _norm(

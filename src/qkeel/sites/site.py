@@ -527,8 +527,8 @@ def layer_of(module: str, sites: Iterable[str]) -> str | None:
             for site, home in homes.items()
             if home == path or home.startswith(f"{path}.")
         )
-        if (found := next(inside, None)) is not None:
-            return found
+        if (nearest := next(inside, None)) is not None:
+            return nearest
         if around[n - 1].isdigit():
             break
     return next((site for site, home in homes.items() if not home), None)

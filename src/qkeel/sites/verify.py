@@ -791,12 +791,12 @@ class _Experiment:
             return ""
         query = unique_slices(term.query[-1] for term in site.terms)
         key = unique_slices(term.key[-1] for term in site.terms)
-        both = unique_slices([*query, *key])
+        distinct = unique_slices([*query, *key])
         sides = [("query", query, 1.0), ("key", key, 1.0)]
         noise = 64 * self._rounding
-        if len(both) < len(query) + len(key):
+        if len(distinct) < len(query) + len(key):
             # If q and k are computed from the same rows, each side gets the square root of the factor.
-            sides = [("query and key", both, 0.5)]
+            sides = [("query and key", distinct, 0.5)]
         for words, slices, power in sides:
             most = max(s.n for s in slices)
             # Every second head, because a quantisation step is shared by all heads.

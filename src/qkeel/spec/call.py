@@ -556,11 +556,16 @@ def band_call(
         key, n_k, inside_k = (
             (token, n, inside) if is_self_attention else _tokens(own_k, s)
         )
-        first, stop = own_k[n], n + 1
+        first_key, next_sequence = own_k[n], n + 1
         # Tokens outside of all sequences get an empty range of keys.
-        begin, length = (first * inside)[None], ((own_k[stop] - first) * inside)[None]
-        pos_k = (key - (first if is_self_attention else own_k[n_k]))[None]
-        at = pos_k if is_self_attention else (token - own_q[stop])[None] + length
+        begin = (first_key * inside)[None]
+        length = ((own_k[next_sequence] - first_key) * inside)[None]
+        pos_k = (key - (first_key if is_self_attention else own_k[n_k]))[None]
+        at = (
+            pos_k
+            if is_self_attention
+            else (token - own_q[next_sequence])[None] + length
+        )
         fields |= {
             "of_key": torch.where(inside_k, n_k, -2),
             "longest": longest if is_self_attention else None,

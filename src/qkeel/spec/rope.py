@@ -211,8 +211,8 @@ class YaRN(Stretch):
             "0 < slow < fast turns",
             f"slow={self.slow}, fast={self.fast}",
         )
-        given = self.attention_factor
-        check(given is None or given > 0, "an attention_factor above 0", given)
+        factor = self.attention_factor
+        check(factor is None or factor > 0, "an attention_factor above 0", factor)
 
     def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
         return f.yarn(

@@ -10,9 +10,9 @@ from tests.quick import one_in
 
 from qkeel import preset
 from qkeel.functional.statistics import TENSORS
+from qkeel.kernels import gpu as available
 from qkeel.kernels import statistics
 from qkeel.kernels.logits import gpu, triton_row_fields
-from qkeel.kernels.native import triton as available
 from qkeel.kernels.statistics import logit_stats, max_stats
 from qkeel.spec import (
     ALiBi,

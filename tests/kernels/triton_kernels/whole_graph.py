@@ -3,7 +3,7 @@
 import torch
 
 import qkeel
-from qkeel.kernels.native import triton as available
+from qkeel.kernels import gpu as available
 from qkeel.kernels.norm_rope import encode
 
 

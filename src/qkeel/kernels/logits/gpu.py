@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qkeel.functional.norms import wide
-from qkeel.kernels.native import triton as available
+from qkeel.kernels import gpu as available
 from qkeel.spec.call import AttentionCall
 
 
