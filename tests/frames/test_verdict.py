@@ -38,9 +38,9 @@ def test_a_run_without_a_number_is_not_known():
 
 
 def test_gaps_between_records_and_layers_without_a_name_are_said():
-    values = {"max_logit": np.array([[[5.0, 1], [1, 2]], [[3.0, 1], [1, 2]]])}
+    values = {"max_logit": np.array([[[1.0, 2], [1, 5]], [[1.0, 2], [3, 1]]])}
     sparse, dense = (Heads(np.array([4, last]), values) for last in (6, 5))
-    assert "(layer 0 head 0, step 4, the largest of 2 measured)" in str(
+    assert "(layer 1 head 1, step 4, the largest of 2 measured)" in str(
         judge_run(sparse, [])
     )
     assert "of 2 measured" not in str(judge_run(dense, []))
@@ -49,5 +49,5 @@ def test_gaps_between_records_and_layers_without_a_name_are_said():
     broken = judge_run(sparse, [])
     assert broken.status is Status.NOT_HEALTHY
     assert "NaN or infinite in layer 1" in str(broken)
-    rows = ("layer 0", "5", "3", "2.5"), ("layer 1", "2", "2", "0.5")
+    rows = ("layer 0", "2", "2", "2.5"), ("layer 1", "5", "3", "0.5")
     assert broken.rows == rows

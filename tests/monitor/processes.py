@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.contract.watch.small import Small, batch, hooks, small
+from tests.contract.watch.small import batch, hooks, small
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -158,57 +158,6 @@ def a_process_with_nothing_to_add_takes_part():
     monitor.remove()
 
 
-def what_changes_its_form_switches_all_off():
-    class Growing(Small):
-        """On one process, from step 2 on, one layer only."""
-
-        passes = 0
-
-        def forward(self, x, mask=None):
-            self.passes += 1
-            short = self.passes > 6 and dist.get_rank() == 1
-            for block in [self.blocks[0]] if short else self.blocks:
-                x = block(x)
-            return self.norm(x)
-
-    torch.manual_seed(0)
-    layout = Layout(data=dist.get_rank())
-    _, monitor, warned = train(
-        lambda m, o: watch(m, o, layout=layout), wrap=lambda m: m, model=Growing()
-    )
-    assert not monitor.active
-    assert len(warned) == 1, warned
-    assert "measured at first" in warned[0] or "another process" in warned[0]
-
-
-def a_fault_in_the_search_of_a_sharded_model_is_one_of_all():
-    """In one process, before its first pass is measured: in what begins it, before the search's passes, within one."""
-    from torch.distributed.fsdp import fully_shard
-
-    from qkeel.monitor.token_classes import PassTokens
-    from qkeel.sites import find, trace
-
-    for home, name in (
-        (PassTokens, "begin"),
-        (find, "own_sites"),
-        (trace._Reading, "_note"),
-    ):
-        original = vars(home)[name]
-        if dist.get_rank() == 1:
-            setattr(home, name, boom)
-        try:
-            _, monitor, warned = train(lambda m, o: watch(m, o), wrap=fully_shard)
-        finally:
-            setattr(home, name, original)
-        alike = torch.tensor([float(monitor.active), float(len(monitor.history))])
-        everyones = [torch.empty_like(alike) for _ in range(2)]
-        dist.all_gather(everyones, alike)
-        assert torch.equal(*everyones), (name, everyones, warned)
-        assert warned, name
-        monitor.close()
-        dist.barrier()
-
-
 def one_process_closes():
     """The others learn it at the next measured step; nobody waits."""
 
@@ -267,21 +216,6 @@ def a_process_without_attention_takes_part():
     assert "no attention" in off[2][0]
 
 
-def a_sharded_model_that_one_process_watches_makes_nobody_wait():
-    from torch.distributed.fsdp import fully_shard
-
-    patience, processes.PATIENCE = processes.PATIENCE, 1.0
-    try:
-        _model, monitor, warned = train(
-            lambda m, o: watch(m, o) if dist.get_rank() == 0 else None, wrap=fully_shard
-        )
-    finally:
-        processes.PATIENCE = patience
-    if dist.get_rank() == 0:
-        assert not monitor.active
-        assert "expected every process of this run to watch" in warned[-1]
-
-
 def flat_weights_are_refused_untouched():
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -334,9 +268,6 @@ FAST: tuple[Callable[[], None], ...] = (
 )
 SLOW: tuple[Callable[[], None], ...] = (
     unlike_sites_switch_all_off,
-    what_changes_its_form_switches_all_off,
-    a_fault_in_the_search_of_a_sharded_model_is_one_of_all,
     flat_weights_are_refused_untouched,
     models_that_are_trained_apart_are_recorded_apart,
-    a_sharded_model_that_one_process_watches_makes_nobody_wait,
 )

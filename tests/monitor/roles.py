@@ -1,16 +1,11 @@
-"""Training programs drawn by a seed, which know themselves which of their passes were trained.
-
-`python -m tests.monitor.roles SEED COUNT` runs some and prints what was drawn, what is right and what qkeel says.
-"""
+"""Training programs drawn by a seed, which know themselves which of their passes were trained."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import random
-import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -363,20 +358,3 @@ def clip_differences(seed):
                             f"step {step}, layer {i}: factors {gamma.sqrt().tolist()} were not applied"
                         )
     return [f"seed {seed}, {program}: {text}" for text in wrong]
-
-
-def main(first, count):
-    checks: list[Callable[[int], list[str]]] = [watch_differences, clip_differences]
-    wrong = [
-        text
-        for seed in range(first, first + count)
-        for check in checks
-        for text in check(seed)
-    ]
-    print("\n".join(wrong))
-    print(f"{count} programs from seed {first}: {len(wrong)} wrong numbers")
-    return len(wrong)
-
-
-if __name__ == "__main__":
-    sys.exit(bool(main(int(sys.argv[1]), int(sys.argv[2]))))

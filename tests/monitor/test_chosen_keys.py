@@ -12,7 +12,6 @@ from sites.sparse_models import DSA, H, M, MoBA, Model, T
 from torch import nn
 
 import qkeel
-from qkeel.functional.chosen_keys import dense_divergence, index_divergence
 
 
 def expected(layer):
@@ -96,21 +95,4 @@ def test_dense_layers_and_the_other_statistics_are_as_without():
     assert all(
         np.array_equal(found[0][name], found[1][name], equal_nan=True)
         for name in found[0]
-    )
-
-
-def test_worked_by_hand():
-    """Four keys with p = (1, 2, 3, 4) / 10, of which the query at place 3 chooses the first and the last."""
-    z = torch.tensor([1.0, 2.0, 3.0, 4.0]).log()[None, None, None]
-    allowed, chosen = (
-        torch.ones(1, 1, 1, 4, dtype=torch.bool),
-        torch.tensor([[[[True, False, False, True]]]]),
-    )
-    assert dense_divergence(z, chosen, allowed).item() == pytest.approx(math.log(2))
-    assert dense_divergence(z, allowed, allowed).item() == 0
-    same = index_divergence(z + 3.0, z.expand(1, 2, 1, 4), allowed)
-    assert same.item() == pytest.approx(0, abs=1e-6)
-    other = index_divergence(torch.zeros(1, 1, 1, 4), z, allowed)
-    assert other.item() == pytest.approx(
-        sum(p * math.log(4 * p) for p in (0.1, 0.2, 0.3, 0.4))
     )

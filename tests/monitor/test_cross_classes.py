@@ -7,7 +7,8 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor, nn
+from tests.attention import Attention, scores
+from torch import nn
 
 import qkeel
 from qkeel.monitor import Classes
@@ -15,26 +16,17 @@ from qkeel.monitor import Classes
 NAMES = ("image", "text", "padding")
 
 
-class Cross(nn.Module):
-    def __init__(self, masked):
-        super().__init__()
-        self.masked = masked
-        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
-        self.weights: Tensor | None = None
+class Cross(Attention):
+    """Queries of x and keys of a text, whose padding is hidden or not."""
 
     def forward(self, x, text, present):
-        q, k, v = (
-            f(y).unflatten(-1, (2, 8)).transpose(1, 2)
-            for f, y in ((self.q, x), (self.k, text), (self.v, text))
-        )
-        mask = present[:, None, None].expand(-1, 1, x.shape[1], -1)
-        z = q.detach().double() @ k.detach().double().mT * 8**-0.5
-        if self.masked:
-            z = z.masked_fill(~mask, -torch.inf)
-        self.weights = z.softmax(-1)
-        out = nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask if self.masked else None
-        )
+        q, k, v = self.heads(x)[0], *self.heads(text)[1:]
+        mask = present[:, None, None] if self.is_masked else None
+        z = scores(q.detach().double(), k.detach().double())
+        self.weights = (
+            z if mask is None else z.masked_fill(~mask, -torch.inf)
+        ).softmax(-1)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return out.transpose(1, 2).flatten(2)
 
 
@@ -45,7 +37,8 @@ def test_weight_on_padding_is_that_of_float64_or_the_pair_is_asked_for(
     draw = random.Random(seed)
     torch.manual_seed(seed)
     t, s = draw.sample(range(3, 9), 2)
-    model = Cross(masked=draw.random() < 0.3)
+    model = Cross(m=16)
+    model.is_masked = draw.random() < 0.3
     x, text = torch.randn(2, t, 16), torch.randn(2, s, 16)
     lengths = torch.tensor([draw.randint(1, s - 1), draw.randint(1, s)])
     present = torch.arange(s) < lengths[:, None]
@@ -55,7 +48,6 @@ def test_weight_on_padding_is_that_of_float64_or_the_pair_is_asked_for(
     source = pair if draw.random() < 0.5 else lambda *_: pair
     with qkeel.watch(model, classes=Classes(source, NAMES)) as monitor:
         model(x, text, present).sum().backward()
-    assert model.weights is not None
     padded = (of_keys == 2)[:, None, None]
     right = (model.weights * padded).sum(-1).mean((0, 2))
     mass = monitor.sample.heads["class_mass/image->padding"]

@@ -6,7 +6,6 @@ import random
 import warnings
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -104,14 +103,6 @@ def test_the_largest_logits_alone_bracket_it_too(kind, sentence):
     assert sentence in alarms(monitor)[0]
 
 
-def test_a_weight_that_is_loaded_so_is_named_wherever_it_is():
-    torch.manual_seed(0)
-    model, draw = Model(), random.Random(0)
-    plant(model, "embedding", 0)
-    monitor = run(model, [lambda x: step(model, x, draw, "", 1)], "all")
-    assert "in a weight: embed.weight" in alarms(monitor)[0]
-
-
 class Scores(nn.Module):
     """Attention written by hand, with weights from its scores and a mask of the pairs that are seen."""
 
@@ -205,63 +196,3 @@ def test_half_precision_scores_that_overflow_are_said_with_their_size():
         "in the logits of layers.0, which overflow float16: |q| |k| reaches 160,000"
         in meaning
     )
-
-
-def test_what_enters_and_leaves_is_looked_at_without_a_bit_of_the_training():
-    weights = []
-    for is_watched in (False, True):
-        torch.manual_seed(3)
-        model, draw = Model().train(), random.Random(0)
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        monitor = watch(model, optimizer) if is_watched else None
-        for _ in range(3):
-            step(model, optimizer, draw, "", 2)
-        weights.append([p.detach().clone() for p in model.parameters()])
-        if monitor is not None:
-            assert not alarms(monitor)
-            monitor.remove()
-    assert all(torch.equal(a, b) for a, b in zip(*weights))
-
-
-class Repeats(nn.Module):
-    """Calls its first layer as often as it is told."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = Two(lambda z, mask: z.softmax(-1)).layers
-
-    def forward(self, x, n):
-        for _ in range(n):
-            x = self.layers[0](x, None)
-        return self.layers[1](x, None)
-
-
-@pytest.mark.parametrize("passes", [[(1, 2)], [(0, 2), (2, 3)], [(0, 4)]])
-def test_a_layer_that_is_left_out_or_called_again_is_judged_by_its_own_calls(passes):
-    torch.manual_seed(0)
-    model, outputs = Repeats(), {0: [], 1: []}
-    for i, layer in enumerate(model.layers):
-        layer.register_forward_hook(
-            lambda _, args, output, i=i: outputs[i].append(output.detach())
-        )
-
-    def take(optimizer, passes):
-        for x in outputs.values():
-            x.clear()
-        for n_times, n_samples in passes:
-            model(torch.randn(n_samples, 5, WIDTH), n_times).square().mean().backward()
-        optimizer.step()
-
-    all_passes = [[(1, 2)], passes]
-    monitor = run(model, [lambda o, p=p: take(o, p) for p in all_passes], "all")
-    assert monitor.sample is not None
-    stages = monitor.sample.heads["finite_stages"]
-    for i, of_layer in outputs.items():
-        value = monitor.sample.values[f"block_output_norm/layers.{i}"]
-        if of_layer:
-            norms = torch.cat([x.norm(dim=-1).flatten() for x in of_layer])
-            assert value == pytest.approx(norms.mean().item(), rel=1e-5)
-            assert (stages[i] == ALL).all()
-        else:
-            assert np.isnan(value)
-            assert np.isnan(stages[i]).all()

@@ -1,6 +1,5 @@
 """A power law is continued exactly; its clock takes out the learning rate's course."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -20,15 +19,6 @@ def test_an_exact_power_law_is_forecast_exactly(exponent):
     assert ahead.exponent == pytest.approx(exponent)
     assert ahead.step == pytest.approx(400)
     assert 200 <= ahead.low < 400 < ahead.high
-
-
-def test_a_constant_rate_changes_nothing_and_its_size_neither():
-    plain = forecast(STEPS, STEPS**1.2, 1e4)
-    for rate in (1e-5, 0.3):
-        timed = forecast(STEPS, STEPS**1.2, 1e4, rates=np.full(200, rate))
-        assert plain is not None
-        assert timed is not None
-        assert timed.step == pytest.approx(plain.step)
 
 
 def test_the_clock_takes_out_a_warm_up():
@@ -58,32 +48,6 @@ def test_a_hole_in_the_record_is_left_out():
     ahead = forecast(STEPS, values, 400.0)
     assert ahead is not None
     assert ahead.step == pytest.approx(400)
-
-
-def test_a_farther_threshold_has_a_wider_interval():
-    near, far = (forecast(STEPS, STEPS, threshold) for threshold in (250.0, 1000.0))
-    assert near is not None
-    assert far is not None
-    assert (near.high - near.low) / near.step < (far.high - far.low) / far.step
-
-
-def test_it_reads_like_a_sentence():
-    said = Forecast(
-        threshold=1e4, value=500.0, exponent=1.0, step=2143.2, low=1950.0, high=2340.0
-    )
-    assert (
-        str(said)
-        == "will pass 10,000 at step 2,140 (90 % interval 1,950 to 2,340) if the learning rate stays the same"
-    )
-    known = dataclasses.replace(said, end=5000)
-    assert str(known) == "will pass 10,000 at step 2,140 (90 % interval 1,950 to 2,340)"
-    assert (
-        str(dataclasses.replace(known, high=math.inf))
-        == "will pass 10,000 at step 2,140 (90 % interval 1,950 to never)"
-    )
-    never = dataclasses.replace(known, step=math.inf, high=math.inf)
-    assert str(never) == "will not pass 10,000 within this run"
-    assert never.interval == "90 % interval 1,950 to never"
 
 
 def test_a_forecast_that_says_nothing_names_no_step():
@@ -188,10 +152,3 @@ def test_the_clock_of_a_plan_is_read_both_ways():
 def test_rates_that_are_none_are_refused(rates):
     with pytest.raises((InvalidValueError, ShapeError), match="rate"):
         PlannedRates.of(rates)
-
-
-def test_growth_in_a_run_that_is_watched_from_its_middle_is_forecast():
-    steps = np.arange(10_000.0, 16_001.0, 100.0)
-    ahead = forecast(steps, (steps / 1e3) ** 2, 400.0)
-    assert ahead is not None
-    assert ahead.step == pytest.approx(20_000)

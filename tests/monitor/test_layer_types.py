@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from tests.attention import Attention, later
+from torch import nn
 
 import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError, UnknownNameError
@@ -23,31 +24,21 @@ from qkeel.report.watched_runs import read_watched
 T = 12
 
 
-class Layer(nn.Module):
+class Layer(Attention):
     def __init__(self, window=None, latent=None):
-        super().__init__()
+        super().__init__(m=32, heads=4)
         self.window = window
-        self.q, self.v = nn.Linear(32, 32), nn.Linear(32, 32)
-        k = nn.Linear(32, 32)
-        self.k = (
-            k
-            if latent is None
-            else nn.Sequential(nn.Linear(32, latent), nn.Linear(latent, 32))
-        )
+        if latent is not None:
+            self.k = nn.Sequential(nn.Linear(32, latent), nn.Linear(latent, 32))
 
     def forward(self, x, other=None):
-        keys = x if other is None else other
-        q, k, v = (
-            f(y).unflatten(-1, (4, 8)).transpose(1, 2)
-            for f, y in ((self.q, x), (self.k, keys), (self.v, keys))
-        )
+        q, k, v = self.heads(x)[0], *self.heads(x if other is None else other)[1:]
         mask = None
         if self.window is not None:
-            i = torch.arange(x.shape[1])
-            mask = (i[:, None] >= i) & (i[:, None] - i < self.window)
-        causal = mask is None and other is None
+            seen = ~later(q, k)
+            mask = seen & ~seen.tril(-self.window)
         out = nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal
+            q, k, v, attn_mask=mask, is_causal=mask is None and other is None
         )
         return x + out.transpose(1, 2).flatten(2)
 
@@ -196,54 +187,3 @@ def test_a_threshold_that_is_none_gets_one_clear_error(rule):
     for wrong in ("100", None, True, {"full": "100"}, {"full": {"full": 1.0}}, [100.0]):
         with pytest.raises(InvalidTypeError, match="expected a"):
             rule(threshold=wrong)
-
-
-class Curriculum(nn.Module):
-    """Attention whose window changes from pass to pass, written in the ways that programs write it."""
-
-    def __init__(self, way):
-        super().__init__()
-        self.way, self.window = way, None
-        self.qk = nn.Linear(16, 32)
-
-    def forward(self, x):
-        q, k = (y.unflatten(-1, (2, 8)).mT.mT for y in self.qk(x).chunk(2, -1))
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-        i = torch.arange(x.shape[1])
-        seen = i[:, None] >= i
-        if self.window is not None:
-            seen = seen & (i[:, None] - i < self.window)
-        if self.way == "by hand":
-            z = (q @ k.mT * 8**-0.5).masked_fill(~seen, -torch.inf)
-            return (z.softmax(-1) @ k).transpose(1, 2).flatten(2)
-        mask: Tensor | None = seen
-        if self.way == "added":
-            mask = torch.zeros_like(seen, dtype=x.dtype).masked_fill(~seen, -torch.inf)
-        if self.way == "without a mask" and self.window is None:
-            mask = None
-        out = nn.functional.scaled_dot_product_attention(
-            q, k, k, attn_mask=mask, is_causal=mask is None
-        )
-        return out.transpose(1, 2).flatten(2)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_layer_is_judged_anew_when_its_visible_keys_change(seed):
-    draw = np.random.default_rng(seed)
-    way = ["by hand", "added", "boolean", "without a mask"][seed % 4]
-    torch.manual_seed(seed)
-    model = Curriculum(way)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    window = None
-    with qkeel.watch(model, optimizer) as monitor:
-        for _ in range(12):
-            if draw.random() < 0.4:
-                window = draw.choice([None, 3, 5])
-            model.window = window
-            tokens = int(draw.choice([9, 12]))
-            model(torch.randn(2, tokens, 16)).square().mean().backward()
-            optimizer.step()
-            types = {*monitor.sample.types.values()}
-            # Until a longer sequence shows all keys again, nine tokens may be too few to contradict twelve.
-            if tokens == 12:
-                assert types == {"full" if window is None else "window"}

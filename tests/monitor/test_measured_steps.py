@@ -49,57 +49,6 @@ def test_a_step_that_was_skipped_counts_for_the_next_one():
         assert set(calls.values()) == {3 * 2 * 5}  # of steps 0, 3 and 4
 
 
-def test_the_numbers_of_steps_go_on_in_a_run_that_is_resumed():
-    """The script loads its checkpoint after `watch`, as late as it can: before the first pass."""
-
-    def trained(steps, loaded):
-        model = small()
-        optimizer = torch.optim.AdamW(model.parameters())
-        with watch(model, optimizer, every=2) as monitor:
-            if loaded is not None:
-                optimizer.load_state_dict(loaded)
-            for step in steps:
-                model(batch(step)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            return monitor.history.steps.tolist(), optimizer.state_dict()
-
-    found, state = trained(range(3), None)
-    assert found == [0, 2]
-    assert trained(range(3, 7), state)[0] == [4, 6]
-    assert trained(range(3), None)[0] == [
-        0,
-        2,
-    ]  # no checkpoint was there: from the beginning
-
-
-def test_the_numbers_of_steps_go_on_where_watching_begins_late_unless_they_are_set():
-    for own in (None, 100):
-        model = small()
-        optimizer = torch.optim.AdamW(model.parameters())
-        for step in range(5):
-            model(batch(step)).square().mean().backward()
-            optimizer.step()
-        with watch(model, optimizer, every=1) as monitor:
-            if own is not None:
-                monitor.steps = own
-            loop(monitor, optimizer, range(3))
-            assert monitor.history.steps.tolist() == (
-                [5, 6, 7] if own is None else [100, 101, 102]
-            )
-
-
-def loop(
-    monitor,
-    optimizer,
-    batches=range(6),
-):
-    for seed in batches:
-        monitor.model(batch(seed)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 class StepsInBackward(torch.optim.Optimizer):
     """As transformers' dummy: every weight has an optimizer, which steps in the backward pass; this one counts."""
 

@@ -226,28 +226,6 @@ def test_the_second_of_two_optimizers_finds_the_passes_that_the_first_has_steppe
     assert "backward of 1" in sentences[0]
 
 
-class Masked(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, x, mask):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return (q @ k.mT + mask).softmax(-1) @ v
-
-
-def test_minus_infinity_in_a_mask_that_is_passed_is_no_origin():
-    model, sentences = Masked(), list[str]()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    mask = torch.zeros(5, 5).masked_fill(
-        torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf
-    )
-    with NanOrigin(model, [optimizer], sentences.append):
-        (model(torch.randn(2, 5, 8), mask).sum() * torch.inf).backward()
-        optimizer.step()
-    assert "in the loss" in sentences[0]
-
-
 def test_watch_raises_the_origin_as_an_alarm():
     torch.manual_seed(0)
     model = Model()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.attention import written
 from tests.contract.watch.small import Block, batch, small
 from tests.quick import quick
 from torch import nn
@@ -31,23 +32,14 @@ class Written(Block):
         q, k, v = (
             f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v)
         )
-        return self.o(((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
-class Own(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = qkeel.nn.Attention(8, 2)
-
-    def forward(self, x):
-        return self.attention(x)
+        return self.o(written(q, k, v).transpose(1, 2).flatten(2))
 
 
 MODELS: dict[str, Any] = {
     "sdpa": small,
     "torch's": TorchAttention,
     "written": Written,
-    "own": Own,
+    "own": lambda: nn.Sequential(qkeel.nn.Attention(8, 2)),
 }
 EMPTY = {"no sequences": (0, 5), "no tokens": (2, 0)}
 

@@ -5,6 +5,8 @@ import warnings
 
 import pytest
 import torch
+from tests.attention import Attention as Foreign
+from tests.attention import Joint, fused, written
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -19,30 +21,22 @@ def noted(module):
     CALLS.append(module)
 
 
-class Attention(nn.Module):
-    def __init__(self, written):
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
-        self.written = written
+class Attention(Foreign):
+    def __init__(self, attend):
+        super().__init__(attend)
+        self.o = nn.Linear(8, 8)
 
     def forward(self, x):
-        q, k, v = (
-            f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v)
-        )
-        if self.written:
-            y = (q @ k.mT / 2).softmax(-1) @ v
-        else:
-            y = F.scaled_dot_product_attention(q, k, v)
-        return self.o(F.dropout(y, 0.1).transpose(1, 2).flatten(2))
+        return self.o(F.dropout(super().forward(x), 0.1))
 
 
 class Model(nn.Module):
     """Blocks around attention that note every call of theirs."""
 
-    def __init__(self, written=False, checkpointed=False):
+    def __init__(self, attend=fused, checkpointed=False):
         super().__init__()
         self.embed, self.norm = nn.Embedding(16, 8), nn.BatchNorm1d(8)
-        self.layers = nn.ModuleList(Attention(written) for _ in range(2))
+        self.layers = nn.ModuleList(Attention(attend) for _ in range(2))
         self.checkpointed = checkpointed
 
     def forward(self, tokens):
@@ -87,11 +81,11 @@ def trained(
     "setting",
     [
         {},
-        {"written": True},
+        {"attend": written},
         {"autocast": True},
         {"frozen": True},
         {"checkpointed": "once"},
-        {"checkpointed": "again", "written": True},
+        {"checkpointed": "again", "attend": written},
         {"first_without_gradients": True},
     ],
     ids=str,
@@ -108,55 +102,12 @@ def test_the_first_pass_of_the_program_shows_the_weights_of_each_head(setting):
         assert site.key[0].index.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-class Outside(nn.Module):
-    """A core that several blocks share, and that holds no weights."""
-
-    def forward(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-class Block(nn.Module):
-    def __init__(self, core):
-        super().__init__()
-        self.qkv, self.core = nn.Linear(8, 24), core
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        return x + self.core(q, k, v).transpose(1, 2).flatten(2)
-
-
-def test_a_core_that_blocks_share_is_a_site_for_each_of_them():
-    torch.manual_seed(0)
-    core = Outside()
-    model = nn.Sequential(Block(core), Block(core))
-    x = torch.randn(2, 5, 8)
-    with qkeel.watch(model) as monitor:
-        for _ in range(3):
-            model(x).sum().backward()
-            read = monitor.read()
-            assert [*read] == [site.name for site in monitor.sites]
-    expected = qkeel.find_sites(model, x)
-    assert [site.name for site in monitor.sites] == [site.name for site in expected]
-    assert [site.query[0].parameter for site in monitor.sites] == [
-        "0.qkv.weight",
-        "1.qkv.weight",
-    ]
-    assert [site.callers for site in monitor.sites] == [
-        site.callers for site in expected
-    ]
-
-
-class Unusual(nn.Module):
+class Unusual(Joint):
     """Attention whose module can't be copied."""
 
     def __init__(self):
         super().__init__()
-        self.qkv = nn.Linear(8, 24)
         self.lock = threading.Lock()
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 def test_a_module_that_cannot_be_copied_is_watched_without_its_weights():
@@ -167,15 +118,14 @@ def test_a_module_that_cannot_be_copied_is_watched_without_its_weights():
         with qkeel.watch(model) as monitor:
             model(x).sum().backward()
             (stats,) = monitor.read().values()
-    q, k, _ = model[0].qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-    torch.testing.assert_close(stats.max_logit.float(), (q @ k.mT / 2).amax((0, 2, 3)))
+    torch.testing.assert_close(stats.max_logit.double(), model[0].largest(x))
     (said,) = [str(w.message) for w in caught if "weights behind" in str(w.message)]
     assert "lock" in said
 
 
 def test_the_weights_of_a_teacher_in_a_list_are_not_copied():
     torch.manual_seed(0)
-    model, x = Block(Outside()), torch.randn(2, 5, 8)
+    model, x = Joint(), torch.randn(2, 5, 8)
     teacher = nn.Linear(8, 8)
     model.teacher = [teacher]
     copied = copy_of(model, model.parameters())

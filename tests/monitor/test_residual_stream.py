@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 
 import numpy as np
 import pytest
 import torch
-from tests.contract.watch.small import batch, small
 from torch import nn
 from torch.nn import functional as F
 
 import qkeel
-from qkeel.records import BLOCK_FIELDS, STAGES
+from qkeel.records import BLOCK_FIELDS
 
 
 class Mixer(nn.Module):
@@ -133,53 +131,6 @@ def test_every_number_of_every_block_is_that_of_float64(
     found = watched(model, batches)
     for name, values in expected(model, batches).items():
         np.testing.assert_allclose(found[name], values, rtol=3e-5, err_msg=name)
-
-
-def test_a_model_without_a_list_of_blocks_is_told_what_was_expected():
-    model = Mixer(8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = qkeel.watch(model, optimizer, stats="max+residual")
-
-    def step():
-        model(torch.randn(1, 4, 8))[0].sum().backward()
-        optimizer.step()
-
-    with pytest.warns(
-        UserWarning,
-        match="residual stream is not measured: expected blocks in an nn.ModuleList",
-    ):
-        step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step()
-        assert not any(
-            name.partition("/")[0] in BLOCK_FIELDS for name in monitor.history.values
-        )
-    monitor.remove()
-
-
-def test_blocks_that_are_attention_are_looked_at_as_both_from_the_first_pass_on():
-    model = small()
-    with qkeel.watch(model, stats="all+residual") as monitor:
-        model(batch(0))
-        assert np.all(monitor.sample.heads["finite_stages"] == len(STAGES))
-
-
-def test_what_checkpointing_computes_again_counts_once():
-    from torch.utils.checkpoint import checkpoint
-
-    class Recomputed(Stack):
-        def forward(self, x):
-            x = self.embed(x)
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-            return self.head(x)
-
-    torch.manual_seed(0)
-    plain = made(Block)
-    again = Recomputed(Block)
-    again.load_state_dict(plain.state_dict())
-    assert watched(again, BATCHES) == watched(plain, BATCHES)
 
 
 def test_blocks_without_attention_are_recorded_under_their_own_name():

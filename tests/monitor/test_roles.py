@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import types
-
 import pytest
 import torch
 from tests.contract.watch.small import batch, small
@@ -11,7 +9,6 @@ from tests.monitor.roles import clip_differences, watch_differences
 from torch import nn
 
 import qkeel
-from qkeel.patching.roles import PassRole, tensors_within
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -61,54 +58,6 @@ def test_optimizers_that_never_stepped_over_a_trained_pass_are_told_of_once():
         optimizer.step()  # a second warning would be an error
         assert len(monitor.history) == 1
         assert monitor.history.phase == "eval"
-
-
-def test_the_table_shows_the_trained_passes_and_names_the_others():
-    model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with qkeel.watch(model, optimizer, rules=()) as monitor:
-        model(batch(0)).sum().backward()
-        optimizer.step()
-        trained = monitor.sample
-        with torch.no_grad():
-            model(9 * batch(1))
-        model(batch(1)).sum().backward()
-        optimizer.step()
-        model(batch(2))
-    assert trained is not None
-    latest, table = monitor.sample, monitor.table()
-    assert latest is not None
-    assert table.startswith(f"step {int(monitor.history.steps[-1])}, max logit")
-    assert ("(untrained)" in table) == (latest.phase == "eval")
-
-
-@pytest.mark.parametrize("n_objects", [1, 5])
-def test_the_output_may_be_any_object(n_objects):
-    x = torch.ones(2, requires_grad=True)
-    value: object = x * 2
-    for _ in range(n_objects):
-        value = types.SimpleNamespace(inner=[{"a": value}], other=3)
-    role = PassRole.of_output(nn.Linear(1, 1), (), value)
-    assert role.trained is None
-    (tensor,) = tensors_within(value)
-    tensor.sum().backward()
-    assert role.trained is True
-
-
-def test_what_came_in_and_goes_out_again_says_nothing_about_a_pass():
-    hidden = torch.ones(2, requires_grad=True) * 2
-    role = PassRole.of_output(
-        nn.Linear(1, 1), (hidden,), {"hidden": hidden, "number": torch.ones(1)}
-    )
-    assert role.trained is False
-
-
-def test_a_role_is_known_once_the_graph_is_gone():
-    output = torch.ones(2, requires_grad=True) * 2
-    role = PassRole.of_output(nn.Linear(1, 1), (), output)
-    assert role.trained is None
-    del output
-    assert role.trained is False
 
 
 def test_a_pass_inside_a_transform_of_torch_func_is_told_of_and_left_alone():

@@ -46,15 +46,6 @@ def test_rounding_q_and_k_moves_logits_as_the_formula_says(dtype, size):
     assert float(error.std()) == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("logit", [1.5, 100.0, 1000.0])
-def test_storing_logits_moves_them_as_the_formula_says(dtype, logit):
-    low = 2.0 ** np.floor(np.log2(logit))
-    z = low * (1 + torch.rand(50_000, dtype=torch.float64))  # all of the same spacing
-    error = (z.to(FORMATS[dtype]).double() - z).std()
-    assert float(error) == pytest.approx(stored_logit_error(logit, dtype), rel=0.05)
-
-
 def test_the_errors_at_the_edges():
     assert stored_logit_error(0.0, "bf16") == 0.0
     assert stored_logit_error(-100.0, "bf16") == stored_logit_error(100.0, "bf16")
@@ -88,45 +79,6 @@ def test_gains_that_move_later_are_no_idle_norm_but_a_logit_above_their_bound_is
         [rule],
     )
     assert alarm.step == 20
-
-
-def test_missing_series_raise_nothing():
-    seen = history(entropy=np.ones((4, 1, 1)))
-    rules = [GainGrowth(), IdleNorm(kind="rms")]
-    rules += [
-        Resolution(dtype="bf16", kernel=k, head_dim=4) for k in ("fused", "eager")
-    ]
-    assert replay(seen, rules) == []
-
-
-def test_the_scale_is_the_factor_on_the_product_of_the_recorded_queries_and_keys():
-    d, scale = 64, 0.5
-    q, k = 8 * torch.randn(2, 4000, d, dtype=torch.float64)
-    rounded = [x.bfloat16().double() for x in (q, k)]
-    error = (scale * ((rounded[0] * rounded[1]).sum(-1) - (q * k).sum(-1))).std()
-    norms = {"query_norm": q.norm(dim=1).mean(), "key_norm": k.norm(dim=1).mean()}
-    seen = history(**{name: np.full((1, 1, 1), float(v)) for name, v in norms.items()})
-    rule = Resolution(
-        dtype="bf16", kernel="fused", head_dim=d, scale=scale, tolerance=0.01
-    )
-    assert replay(seen, [rule])[0].value == pytest.approx(float(error), rel=0.1)
-    folded = history(
-        **{name: np.full((1, 1, 1), float(v)) * scale**0.5 for name, v in norms.items()}
-    )
-    same = Resolution(
-        dtype="bf16", kernel="fused", head_dim=d, scale=1.0, tolerance=0.01
-    )
-    assert replay(folded, [same])[0].value == pytest.approx(
-        replay(seen, [rule])[0].value
-    )
-
-
-def test_gains_of_a_name_that_comes_late_are_compared_with_their_first_record():
-    bound = np.full((6, 1, 1), np.nan)
-    bound[2:, 0, 0] = [8, 12, 20, 40]
-    assert [
-        alarm.step for alarm in replay(history(gain_bound=bound), [GainGrowth()])
-    ] == [50]
 
 
 def test_a_gradient_under_eps_is_noticed_at_the_second_record():

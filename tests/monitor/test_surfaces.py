@@ -1,7 +1,6 @@
 """Every number in the tables of fields is on every surface: records, page, trackers, frames, alarms, definitions."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from sites.sparse_models import DSA, M, T
 from torch import nn
 
 import qkeel
-from qkeel.monitor import History, Over, Sample, replay
+from qkeel.monitor import Over, replay
 from qkeel.records import (
     BLOCK_FIELDS,
     HEAD_FIELDS,
@@ -44,9 +43,6 @@ class SparseModel(nn.Module):
         for block in self.blocks:
             x = x + block["attention"](x)
         return x
-
-
-Watched = tuple[Path, Sample, History, str]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from tests.attention import Joint, fused, written
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -39,25 +39,13 @@ RUNS: dict[str, Run] = {
 }
 
 
-class Attention(nn.Module):
-    def __init__(self, fused):
-        super().__init__()
-        self.fused, self.qkv, self.out = (
-            fused,
-            nn.Linear(H * D, 3 * H * D),
-            nn.Linear(H * D, H * D),
-        )
+class Attention(Joint):
+    def __init__(self, attend):
+        super().__init__(attend, H * D, H)
+        self.out = nn.Linear(H * D, H * D)
 
     def forward(self, x):
-        q, k, v = (
-            y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
-        )
-        y = (
-            F.scaled_dot_product_attention(q, k, v)
-            if self.fused
-            else (q @ k.mT * D**-0.5).softmax(-1) @ v
-        )
-        return x + self.out(y.transpose(1, 2).flatten(2)).tanh()
+        return x + self.out(super().forward(x)).tanh()
 
 
 class Blocks(nn.Module):
@@ -67,7 +55,7 @@ class Blocks(nn.Module):
         super().__init__()
         self.run, self.layers = (
             run,
-            nn.ModuleList(Attention(fused) for fused in (True, False)),
+            nn.ModuleList(Attention(way) for way in (fused, written)),
         )
 
     def forward(self, x):

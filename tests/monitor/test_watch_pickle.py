@@ -48,18 +48,6 @@ def test_a_watched_model_is_stored_without_a_name_of_qkeel():
         assert torch.equal(stored.eval()(x), net.eval()(x))
 
 
-def test_a_second_watcher_that_outlives_the_first_leaves_no_trace_either():
-    inner = model()
-    outer = nn.Sequential(inner)
-    first, second = qkeel.watch(inner), qkeel.watch(outer)
-    before = pickle.dumps(inner)
-    first.remove()
-    assert not names(pickle.dumps(outer))
-    second.remove()
-    assert not inner._forward_hooks
-    assert len(pickle.dumps(inner)) < len(before)
-
-
 class Own(nn.Linear):
     def __getstate__(self):
         return {**vars(self), "added": 1}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.attention import Attention, later, written
 from tests.contract.watch.small import batch, hooks, small
 from tests.contract.watch.test_bad_input import Plain
 from torch import nn
 
+import qkeel
 from qkeel import watch
 from qkeel.errors import (
     AlreadyAppliedError,
@@ -23,7 +24,6 @@ from qkeel.errors import (
 from qkeel.functional.statistics import TENSORS
 from qkeel.monitor import Adaptive
 from qkeel.monitor.token_classes import MaskSource, QueryMaskSource
-from qkeel.nn import Attention
 
 
 def step(model, optimizer, *seeds):
@@ -76,64 +76,6 @@ def test_reads_in_the_middle_of_steps_lose_and_repeat_nothing():
     assert whole.active
 
 
-def test_a_read_without_a_phase_prefers_training():
-    model = small()
-    with watch(model) as monitor:
-        model.eval()
-        model(batch(0))
-        model(batch(1))
-        model.train()
-        model(batch(2))
-        assert counts(monitor.read()) == [[10, 10]] * 2
-        assert counts(monitor.read()) == [[20, 20]] * 2
-        assert monitor.read() == {}
-
-
-def test_micro_batches_are_one_big_batch():
-    x = batch(0, b=6)
-    samples, reads = [], []
-    for parts in (1, 3):
-        model, optimizer, monitor = setup()
-        for part in x.chunk(parts):
-            (model(part).square().mean() / parts).backward()
-        optimizer.step()
-        samples.append(monitor.sample)
-        reads.append(monitor.read())
-    for name in reads[0]:
-        close(reads[0][name], reads[1][name])
-    assert samples[0].heads.keys() == samples[1].heads.keys()
-    for name, values in samples[0].heads.items():
-        np.testing.assert_allclose(
-            values, samples[1].heads[name], rtol=2e-4, atol=1e-6, err_msg=name
-        )
-
-
-def test_the_loss_that_a_model_returns_is_recorded_as_the_mean_over_micro_batches():
-    class Judged(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = small()
-
-        def forward(self, x):
-            out = self.body(x)
-            return (out - x).square().mean(), out
-
-    model = Judged()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(model, optimizer) as monitor:
-        losses = []
-        for seed in (0, 1):
-            loss = model(batch(seed))[0]
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        assert monitor.sample is not None
-        assert monitor.sample.values["train_loss"] == pytest.approx(
-            sum(losses) / 2, rel=1e-6
-        )
-        assert monitor.sample.values["lr"] == 0.1
-
-
 @pytest.mark.parametrize(
     ("every", "measured"),
     [
@@ -184,57 +126,42 @@ def test_a_step_without_a_pass_warns_once_and_measures_again_when_one_comes():
 # --- padded batches -------------------------------------------------------------------------------------------------
 
 
-class Padded(nn.Module):
+class Padded(Attention):
     """One causal attention that hides padded keys."""
 
     def __init__(self):
         super().__init__()
-        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x, attention_mask=None):
-        q, k, v = (
-            f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v)
-        )
-        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        q, k, v = self.heads(x)
+        seen = ~later(q, k)
         if attention_mask is not None:
             seen = seen & attention_mask[:, None, None, :].bool()
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
 
 def oracle(model, x, mask):
-    """Per head in float64, row by row, over the rows that count."""
-    found: dict[str, list[float]] = {
-        n: [] for n in ("max", "min", "mean", "entropy", "query_norm", "key_norm")
+    """Per head in float64, over the rows and keys that count."""
+    q, k, _ = (y.double() for y in model.heads(x))
+    real = mask.bool()
+    pairs = (real[:, None, :, None] & real[:, None, None] & ~later(q, k)).expand(
+        -1, 2, -1, -1
+    )
+    z = q @ k.mT / 2
+    hidden = z.masked_fill(~pairs, -torch.inf)
+    entropy = torch.special.entr(hidden.softmax(-1)).sum(-1)
+    q_norm, k_norm, entropy = (
+        y.transpose(0, 1)[:, real].mean(1)
+        for y in (q.norm(dim=-1), k.norm(dim=-1), entropy)
+    )
+    return {
+        "max_logit": hidden.amax((0, 2, 3)),
+        "min_logit": z.masked_fill(~pairs, torch.inf).amin((0, 2, 3)),
+        "mean_logit": (z * pairs).sum((0, 2, 3)) / pairs.sum((0, 2, 3)),
+        "entropy": entropy,
+        "query_norm": q_norm,
+        "key_norm": k_norm,
     }
-    for head in range(2):
-        part = slice(4 * head, 4 * head + 4)
-        logits, entropies, queries, keys = [], [], [], []
-        for b in range(len(x)):
-            q = (
-                x[b].double() @ model.q.weight[part].double().T
-                + model.q.bias[part].double()
-            )
-            k = (
-                x[b].double() @ model.k.weight[part].double().T
-                + model.k.bias[part].double()
-            )
-            real = [i for i in range(len(q)) if mask[b, i]]
-            keys += [k[j].norm().item() for j in real]
-            for i in real:
-                row = [(q[i] @ k[j]).item() / 2 for j in real if j <= i]
-                top = max(row)
-                total = sum(math.exp(z - top) for z in row)
-                weights = [math.exp(z - top) / total for z in row]
-                entropies.append(-sum(w * math.log(w) for w in weights))
-                queries.append(q[i].norm().item())
-                logits += row
-        found["max"].append(max(logits))
-        found["min"].append(min(logits))
-        found["mean"].append(sum(logits) / len(logits))
-        found["entropy"].append(sum(entropies) / len(entropies))
-        found["query_norm"].append(sum(queries) / len(queries))
-        found["key_norm"].append(sum(keys) / len(keys))
-    return found
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -257,30 +184,9 @@ def test_padded_rows_count_nowhere(way, side, named):
     expected = oracle(model, x, mask)
     assert stats.n_queries.tolist() == [11, 11]
     assert stats.n_pairs.tolist() == [21 + 10 + 1] * 2
-    for name, value in {
-        "max": stats.max_logit,
-        "min": stats.min_logit,
-        "mean": stats.mean_logit,
-        "entropy": stats.entropy,
-        "query_norm": stats.query_norm,
-        "key_norm": stats.key_norm,
-    }.items():
-        torch.testing.assert_close(
-            value.double(), torch.tensor(expected[name]).double(), rtol=2e-6, atol=2e-6
-        )
-
-
-def test_a_mask_that_fits_no_attention_is_warned_of_once():
-    model, x = Padded().eval(), batch(3, b=3, t=6)
-    mask = torch.ones(3, 5)
-    with watch(model, query_mask=lambda *_: mask) as monitor, torch.no_grad():
-        with pytest.warns(
-            UserWarning,
-            match=r"query_mask applies to no attention.*\[3 6\], got \[3, 5\]",
-        ):
-            model(x)
-        assert all(stats.n_queries.eq(18).all() for stats in monitor.read().values())
-        model(x)  # a second warning would be an error
+    for name, value in expected.items():
+        near = getattr(stats, name).double()
+        torch.testing.assert_close(near, value, rtol=2e-6, atol=2e-6)
 
 
 def test_a_mask_of_numbers_that_are_added_to_scores_is_refused():
@@ -372,21 +278,13 @@ def test_a_pass_without_attention_among_others_is_no_fault():
 # --- the largest logits alone ---------------------------------------------------------------------------------------
 
 
-class WrittenOut(nn.Module):
-    """Attention as a matrix product and a softmax, with two query heads to a key head."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        q, k = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k))
-        k = k.repeat_interleave(2, 1)
-        return ((q @ k.mT / 2).softmax(-1) @ k).transpose(1, 2).flatten(2)
-
-
 @pytest.mark.parametrize(
-    "make", [small, WrittenOut, lambda: nn.Sequential(Attention(8, 4, 2))]
+    "make",
+    [
+        small,
+        lambda: Attention(written, groups=1),
+        lambda: nn.Sequential(qkeel.nn.Attention(8, 4, 2)),
+    ],
 )
 def test_the_maxima_alone_are_those_of_everything_and_nothing_else_is_recorded(
     make,
@@ -455,26 +353,3 @@ def test_statistics_need_no_operator_of_quantised_weights(recwarn):
     assert not recwarn.list
     largest = (q @ k.mT).amax((0, 2, 3)).tolist()
     assert monitor.sample.heads["max_logit"][0] == pytest.approx(largest, rel=1e-5)
-
-
-def test_layers_of_two_forms_in_turns_are_read_in_their_order():
-    torch.manual_seed(0)
-    layers = [nn.MultiheadAttention(8, heads, batch_first=True) for heads in (2, 4, 2)]
-
-    class Turns(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(layers)
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = x + layer(x, x, x, need_weights=False)[0]
-            return x
-
-    model = Turns()
-    with watch(model) as monitor:
-        for _ in range(3):
-            model(torch.randn(2, 5, 8)).sum().backward()
-            read = monitor.read()
-            assert [*read] == ["layers.0", "layers.1", "layers.2"]
-            assert [len(stats.max_logit) for stats in read.values()] == [2, 4, 2]

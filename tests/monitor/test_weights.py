@@ -165,37 +165,6 @@ def test_a_steps_weights_are_those_of_the_dense_products(kind):
             )
 
 
-def test_of_mla_the_weight_norms_are_those_of_the_up_projections():
-    torch.manual_seed(1)
-    model = MLA(WIDTH, H, sizes=SIZES).double()
-    sizes = [
-        heads(part.weight, n).flatten(1).norm(dim=1)
-        for part, n in (
-            (model.q_up, H),
-            (model.q_rope, H),
-            (model.k_up, H),
-            (model.k_rope, 1),
-        )
-    ]
-    found = step(model, torch.optim.SGD(model.parameters(), lr=0.1), X, "max")
-    for name, first, second in (("query", *sizes[:2]), ("key", *sizes[2:])):
-        np.testing.assert_allclose(
-            found[f"{name}_weight_norm"], torch.hypot(first, second), rtol=1e-6
-        )
-
-
-def test_an_eps_beside_the_norm_of_a_matrix_is_compared_with_no_gradient():
-    model = qkeel.nn.Attention(8, 2)
-    x = torch.randn(2, 5, 8)
-    for make, is_compared in ((torch.optim.Muon, False), (torch.optim.RMSprop, True)):
-        optimizer = make(model.parameters())
-        with qkeel.watch(model, optimizer) as monitor:
-            model(x).sum().backward()
-            optimizer.step()
-            assert monitor.sample is not None
-            assert ("grad_over_eps" in monitor.sample.heads) == is_compared
-
-
 @pytest.mark.parametrize("eps", [1e-6, None])
 def test_gradients_are_root_mean_squares_over_a_heads_rows_and_over_eps(
     eps,

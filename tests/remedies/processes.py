@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -296,9 +295,6 @@ def heads_that_fully_shard_cuts(path):
         found = with_cut_heads(remedy, one=False)
         assert farthest(found, alone[remedy]) < 1e-12, remedy
         assert farthest(found, alone["none"]) > 1e-4, f"{remedy} does nothing here"
-
-
-Misuse = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
 
 
 def thresholds_differ(model, optimizer, on):

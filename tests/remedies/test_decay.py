@@ -1,7 +1,5 @@
 """Weight decay of query and key weights: qk_weight_decay, and what lalr does with the optimizer's own."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -84,48 +82,3 @@ def test_it_is_the_same_decay_with_any_optimizer_and_follows_its_rates():
         assert torch.allclose(
             p, old * (1 - rate * 0.2) * (1 - rate * 0.1), rtol=1e-7
         ), name
-
-
-@pytest.mark.parametrize(
-    "order",
-    list(
-        itertools.permutations(
-            ["lalr:tau=0.1", "qk_weight_decay", "qk_clip:threshold=1"]
-        )
-    ),
-)
-def test_other_remedies_do_not_scale_it_in_any_order(order):
-    x = torch.randn(
-        2, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
-    results = []
-    for named in (order, ("lalr:tau=0.1", "qk_weight_decay", "qk_clip:threshold=1")):
-        model = attention(torch.float64)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
-        with qkeel.apply(model, list(named), optimizer):
-            for grads in gradients(model, 3):
-                model(x)
-                step_by(model, optimizer, grads)
-        results.append([p.detach().clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*results))
-
-
-def test_a_closure_makes_its_gradients_inside_the_step_and_the_decay_is_there_from_the_first():
-    model = attention(torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = model.q_proj.weight.detach().clone()
-    seen = []
-
-    def closure():
-        seen.append(model.q_proj.weight.detach().clone())
-        optimizer.zero_grad()
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        return 0.0
-
-    with qkeel.apply(model, "qk_weight_decay:decay=1", optimizer):
-        optimizer.step(closure)
-    assert torch.equal(
-        seen[0], before
-    )  # the gradients are those of the weights before their decay, as with AdamW
-    assert torch.allclose(model.q_proj.weight, before * 0.9)

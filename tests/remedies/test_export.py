@@ -177,21 +177,6 @@ def test_another_eps_of_the_norm_goes_into_the_weights_where_that_is_exact(
     convert(source, "qwen3", tmp_path / "twice", norm_eps=4e-5)  # 1/2 rounds nothing
 
 
-def test_gains_alike_for_all_heads_become_one_gain_and_others_are_refused(
-    tmp_path,
-):
-    model, weights, config = before("llama")
-    alike, unlike = dict(weights), dict(weights)
-    for name, w in weights.items():
-        if "self_attn" in name and "norm" in name:
-            alike[name] = w.expand(4 if "q_norm" in name else 2, 4)
-            unlike[name] = alike[name] * torch.arange(1, len(alike[name]) + 1)[:, None]
-    out = convert(stored(tmp_path / "a", alike, config), "qwen3", tmp_path / "out")
-    assert_loads_as(out, model, 0)
-    with pytest.raises(RefusedError):
-        convert(stored(tmp_path / "u", unlike, config), "qwen3", tmp_path / "no")
-
-
 NORM = "model.layers.1.self_attn.q_norm.weight"
 UP = "model.layers.2.mlp.up_proj.weight"
 GATE = "model.layers.0.self_attn.gate_proj.weight"

@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from tests.attention import Attention
 from tests.each_row import each_row
 from torch import nn
 
@@ -21,7 +22,6 @@ from qkeel.spec import (
     Rope,
 )
 
-from .foreign import example, hf
 from .models import VOCAB, assert_same, decoder, snapshot, tokens, train
 
 
@@ -55,25 +55,19 @@ def test_sigma_reparam_is_folded_into_plain_layers(on):
     qkeel.apply(model, "sigma_reparam").remove()  # it is on no site any more
 
 
-class Tied(nn.Module):
+class Tied(Attention):
     """A language model whose head is its embedding, and whose k is computed with the weight of q."""
 
     def __init__(self):
-        super().__init__()
         torch.manual_seed(0)
+        super().__init__(m=16, bias=False)
         self.embedding = nn.Embedding(VOCAB, 16)
         self.head = nn.Linear(16, VOCAB, bias=False)
-        self.q, self.k, self.v = (nn.Linear(16, 16, bias=False) for _ in "qkv")
         self.head.weight, self.k.weight = self.embedding.weight, self.q.weight
         self.again = self.v  # one module under two names shares nothing
 
     def forward(self, x):
-        x = self.embedding(x)
-        qkv = [
-            f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k, self.v)
-        ]
-        o = nn.functional.scaled_dot_product_attention(*qkv)
-        return self.head(o.transpose(1, 2).flatten(2))
+        return self.head(super().forward(self.embedding(x)))
 
 
 def test_weights_that_other_layers_share_are_not_folded_and_remove_restores_them():
@@ -85,11 +79,11 @@ def test_weights_that_other_layers_share_are_not_folded_and_remove_restores_them
     output = model(tokens())
     folded = fold(model)
     assert folded.written == ("sigma_reparam of v",)
-    assert [line.partition(" shares its weight")[0] for line in folded.kept] == [
+    assert {line.partition(" shares its weight")[0] for line in folded.kept} == {
         "sigma_reparam of head: embedding",
         "sigma_reparam of q: k",
         "sigma_reparam of k: q",
-    ]
+    }
     with pytest.raises(RefusedError):
         fold(model)
     assert torch.equal(model(tokens()), output)
@@ -109,23 +103,6 @@ def test_a_scale_is_not_folded_into_a_weight_of_another_layer():
     output = model(tokens())
     assert len(fold(model).kept) == 1
     torch.testing.assert_close(model(tokens()), output, rtol=0, atol=1e-6)
-
-
-def test_sigma_reparam_of_conv1d_is_supported_and_folded():
-    model, x = hf("gpt2", "sdpa"), example("gpt2")
-    plain, names = model(x).logits, list(model.state_dict())
-    qkeel.apply(model, "sigma_reparam:on=attention", batch=x)
-    layer = model.transformer.h[0].attn.c_attn
-    sigma = torch.linalg.matrix_norm(layer.weight.detach(), ord=2)
-    gamma = layer.parametrizations.weight[0].gamma
-    torch.testing.assert_close(gamma.squeeze(), sigma)
-    torch.testing.assert_close(model(x).logits, plain, rtol=0, atol=1e-4)
-    with torch.no_grad():
-        gamma.mul_(2)
-    changed = model(x).logits
-    fold(model)
-    assert torch.equal(model(x).logits, changed)
-    assert list(model.state_dict()) == names
 
 
 SPECS = {

@@ -16,7 +16,6 @@ import qkeel
 from qkeel.errors import RefusedError
 from qkeel.functional.bounds import spectral_norm
 from qkeel.remedies.base import Target
-from qkeel.remedies.head_rows import HeadRows
 from qkeel.remedies.head_weights import HeadNorms, HeadWeights
 from qkeel.remedies.shared_maxima import SharedMaxima
 from qkeel.sites import HeadSlice, find_sites
@@ -26,73 +25,6 @@ from .models import attention
 
 def rows(index, axis=0):
     return HeadSlice(parameter="w", axis=axis, index=index)
-
-
-# Rows, columns, interleaved rows, vectors, slices that overlap, more than two dimensions, no pattern.
-LAYOUTS: list[tuple[tuple[int, ...], list[HeadSlice]]] = [
-    ((12, 5), [rows(torch.arange(12).view(4, 3))]),
-    ((5, 8), [rows(torch.arange(6).view(2, 3) + 1, axis=1)]),
-    ((12, 5), [rows(torch.arange(12).view(3, 4).T)]),
-    ((7,), [rows(torch.arange(6).view(2, 3) + 1, axis=1)]),
-    ((5, 2), [rows(torch.arange(4).view(2, 2)), rows(torch.tensor([[2, 3, 4]]))]),
-    ((6, 3, 2), [rows(torch.arange(6).view(2, 3))]),
-    ((2, 3, 2), [rows(torch.tensor([[0, 5], [2, 1]]), axis=1)]),
-    ((3, 9), [rows(torch.tensor([[7, 0], [2, 5]]), axis=1)]),
-]
-
-
-def by_hand(row, slices, like):
-    """The factor of every entry of a weight: the smallest of the heads that own its row, and 1 if none does."""
-    axis = slices[0].axis if like.ndim > 1 else 0
-    n = like.shape[0] if axis == 0 else like.shape[1:].numel()
-    lines = torch.full((n,), torch.inf, dtype=torch.float64)
-    for factors, s in zip(row, slices):
-        for factor, index in zip(factors, s.index):
-            lines[index] = lines[index].clamp(max=float(factor))
-    lines[lines.isinf()] = 1
-    shape = (-1, *[1] * (like.ndim - 1)) if axis == 0 else (1, *like.shape[1:])
-    return lines.view(shape).expand(like.shape)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_every_layout_is_moved_restored_and_scaled_as_weights_are_one_by_one(
-    dtype,
-):
-    weights = [torch.randn(shape, dtype=dtype) for shape, _ in LAYOUTS]
-    slices = [s for _, own in LAYOUTS for s in own]
-    tensors = [w for w, (_, own) in zip(weights, LAYOUTS) for _ in own]
-    counts = [s.n for s in slices]
-    n = sum(counts)
-    # Factors of 0 and of 1, and above 1, as lalr may have them.
-    row = torch.cat([(2 * torch.rand(n)).round(decimals=1), torch.ones(1)]).double()
-    row[:n:3], row[1:n:4] = 0, 1
-    indices = torch.arange(n)[:, None].split(counts)
-    heads = HeadRows(list(zip(tensors, slices, indices)), n)
-    each = iter(row[:-1].split(counts))
-    factors = [
-        by_hand([next(each) for _ in own], own, w)
-        for w, (_, own) in zip(weights, LAYOUTS)
-    ]
-    near = 1e-14 if dtype == torch.float64 else 1e-6
-    for freezes in (False, True):
-        old, copies = [w.double() for w in weights], heads.copies()
-        old = [w.clone() for w in old]
-        for w in weights:
-            w.add_(torch.randn_like(w))
-        new = [w.double().clone() for w in weights]
-        (heads.restore if freezes else heads.interpolate)(copies, row)
-        for w, a, b, f in zip(weights, old, new, factors):
-            expected = torch.where(f == 0, a, b) if freezes else a + f * (b - a)
-            assert (w - expected).abs().max() <= near
-            kept = f != 0 if freezes else f == 1
-            assert torch.equal(w[kept].double(), b[kept])
-    moved = [w.double().clone() for w in weights]
-    twin = torch.ones_like(weights[0])
-    heads.scale(row, on_host=True, copies=lambda w: [twin] if w is weights[0] else [])
-    heads.scale(row)
-    for w, a, f in zip(weights, moved, factors):
-        assert torch.allclose(w.double(), a * f * f, rtol=near, atol=near)
-    assert torch.allclose(twin.double(), factors[0])
 
 
 def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused():

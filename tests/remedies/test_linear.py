@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.each_row import each_row
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import qkeel
@@ -165,41 +166,48 @@ def test_others_are_taken_and_trying_them_leaves_everything_as_it_was(
     assert repr([model.state_dict(), optimizer.state_dict()]) == repr(before)
 
 
-def test_a_subclass_with_a_constructor_of_its_own_is_probed_by_the_step_it_inherits():
-    class Mine(torch.optim.AdamW):
-        def __init__(self, model):
-            super().__init__(model.parameters(), lr=0.01)
+class Mine(torch.optim.AdamW):
+    """Its constructor takes a model."""
 
-    class Odd(torch.optim.Rprop):
-        def __init__(self, model):
-            super().__init__(model.parameters(), lr=0.01)
-
-    model = attention(torch.float32)
-    qkeel.apply(model, "lalr", Mine(model)).remove()
-    with pytest.raises(RefusedError, match="Odd at half the rate"):
-        qkeel.apply(model, "lalr", Odd(model))
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=0.01)
 
 
-def test_an_optimizer_that_knows_float32_only_is_probed_in_float32():
-    class Single(torch.optim.SGD):
+class Odd(torch.optim.Rprop):
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=0.01)
+
+
+def bent(power):
+    """Optimizers whose steps grow with the rate to a power; of 1 they know float32 alone, without one they never move."""
+
+    class Bent(torch.optim.SGD):
+        @torch.no_grad()
         def step(self, closure=None):
-            assert all(
-                p.dtype == torch.float32 for g in self.param_groups for p in g["params"]
-            )
-            return super().step(closure)
+            for group in self.param_groups:
+                for p in group["params"] if power is not None else ():
+                    assert power != 1.0 or p.dtype == torch.float32
+                    p.sub_(p.grad, alpha=group["lr"] ** power)
 
+    return lambda model: Bent(model.parameters(), lr=0.1)
+
+
+@each_row(
+    "kind, reason",
+    [
+        *((kind, None) for kind in (Mine, bent(1.0))),
+        *((kind, "not half as long") for kind in (Odd, bent(1.001), bent(0.999))),
+        (bent(None), "lalr"),
+    ],
+)
+def test_optimizers_of_anybodys_are_probed_by_their_own_step(kind, reason):
     model = attention(torch.float32)
-    qkeel.apply(model, "lalr", Single(model.parameters(), lr=0.1)).remove()
-
-
-def test_an_optimizer_that_never_moves_is_not_taken_for_linear():
-    class Still(torch.optim.SGD):
-        def step(self, closure=None):  # type: ignore[override]
-            return None
-
-    model = attention(torch.float32)
-    with pytest.raises(RefusedError):
-        qkeel.apply(model, "lalr", Still(model.parameters(), lr=0.1))
+    optimizer = kind(model)
+    if reason is None:
+        qkeel.apply(model, "lalr", optimizer).remove()
+    else:
+        with pytest.raises(RefusedError, match=reason):
+            qkeel.apply(model, "lalr", optimizer)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -245,28 +253,6 @@ def test_an_optimizer_that_cannot_be_tried_may_be_clipped_by_but_not_scaled():
         RefusedError, match="LBFGS mistakes every change of the weights"
     ):
         qkeel.apply(model, "qk_clip", torch.optim.LBFGS(model.parameters()))
-
-
-def test_steps_that_are_nearly_half_as_long_are_not_half_as_long():
-    class Bent(torch.optim.SGD):
-        """A step that grows with the rate to a power near 1."""
-
-        power = 1.0
-
-        @torch.no_grad()
-        def step(self, closure=None):
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.sub_(p.grad, alpha=group["lr"] ** type(self).power)
-
-    model = attention(torch.float32)
-    for power, linear in ((1.0, True), (1.001, False), (0.999, False)):
-        Bent.power = power
-        if linear:
-            qkeel.apply(model, "lalr", Bent(model.parameters(), lr=0.1)).remove()
-        else:
-            with pytest.raises(RefusedError, match="was not half as long"):
-                qkeel.apply(model, "lalr", Bent(model.parameters(), lr=0.1))
 
 
 def test_a_decay_that_the_rate_does_not_scale_is_no_copy_that_brings_weights_back():

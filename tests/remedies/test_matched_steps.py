@@ -13,7 +13,7 @@ import qkeel
 from qkeel.errors import RefusedError
 from qkeel.remedies.apply import active_remedies
 
-from .models import D_MODEL, attention, trained
+from .models import D_MODEL, attention
 
 HEADS, THRESHOLD, RATE = 4, 1.0, 3e-3
 
@@ -155,57 +155,3 @@ def test_a_remedy_on_steps_ends_with_its_optimizer(spec):
     assert not active_remedies(model)
     # Of each, one pair of hooks counts the passes without a step; what reads logits is gone.
     assert sum(len(module._forward_hooks) for module in model.modules()) == 2
-
-
-class Tied(torch.nn.Module):
-    """Two layers that share a weight and have biases of their own."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = (
-            attention(torch.float64, HEADS, bias=True),
-            attention(torch.float64, HEADS, bias=True),
-        )
-        self.b.q_proj.weight = self.a.q_proj.weight
-
-    def forward(self, x):
-        return self.a(x) + self.b(30 * x)
-
-
-def test_layers_that_share_a_weight_shorten_the_steps_of_what_they_own():
-    model, x = Tied(), batches(1, 1)[0]
-    with torch.no_grad():
-        for layer in (model.a, model.b):
-            layer.q_proj.bias.normal_()
-            layer.k_proj.bias.normal_()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.apply(
-        model, "qk_clip:threshold=0.05,steps=matched", optimizer
-    ) as handle:
-        trained(model(x))
-        optimizer.step()
-        state = handle.state()
-    size = f"{HEADS}x{D_MODEL // HEADS}"
-    for name in (
-        "a.q_proj.weight",
-        "a.k_proj.weight",
-        "a.k_proj.bias",
-        "b.k_proj.weight",
-        "b.k_proj.bias",
-    ):
-        ratio = (
-            (model.get_parameter(name) / before[name])
-            .unflatten(0, (HEADS, -1))
-            .flatten(1)
-        )
-        assert torch.allclose(
-            ratio.mean(1), state[f"0.steps.{name}:0/{size}"].double(), rtol=1e-5
-        ), name
-    assert (
-        state[f"0.steps.a.q_proj.weight:0/{size}"] == 1
-    ).all()  # the other layer uses it too, so the keys take all
-    assert not torch.allclose(
-        state[f"0.steps.a.k_proj.bias:0/{size}"],
-        state[f"0.steps.b.k_proj.bias:0/{size}"],
-    )

@@ -32,8 +32,6 @@ from .processes import (
     with_cut_heads,
 )
 
-Act = Callable[[], object]
-
 
 def compared(folder, world, setups, *more):
     """Each process has the weights that one process has, and ends well."""

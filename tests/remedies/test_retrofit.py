@@ -18,7 +18,7 @@ from qkeel.remedies.retrofit.outputs import Reference
 from qkeel.sites import find_sites
 
 from .foreign import example, hf
-from .models import assert_same, decoder, snapshot, tokens, train
+from .models import assert_same, snapshot
 
 transformers = pytest.importorskip("transformers")
 VOCAB, LENGTH = 16, 24
@@ -148,27 +148,6 @@ def test_queries_scaled_against_keys_leave_a_model_without_a_norm_as_it_is(
     assert_same(before, snapshot(model))
 
 
-def test_weights_that_something_else_uses_are_not_scaled(llama):
-    model = copy.deepcopy(llama)
-    first, second = (layer.self_attn for layer in model.model.layers)
-    second.q_proj.weight = first.q_proj.weight
-    assert Balance(model, find_sites(model, BATCHES[0])).sites == []
-
-
-@pytest.mark.parametrize("gain", ["dim", "head"])
-def test_own_models_are_retrofitted_too(gain):
-    model = decoder(n_kv_heads=2)
-    train(model, torch.optim.AdamW(model.parameters(), lr=0.01), 30)
-    model.zero_grad()
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attention.q_proj.weight.mul_(4)
-    before = snapshot(model)
-    with retrofit(model, f"qk_norm:gain={gain}", tokens(8, 12)) as handle:
-        assert handle.report.gap.kl < 0.7 * handle.report.naive.kl
-    assert_same(before, snapshot(model))
-
-
 @each_row(
     "error, remedy, batch",
     [
@@ -188,17 +167,6 @@ def test_what_has_nothing_to_fit_is_refused_and_left_alone(llama, error, remedy,
     assert_same(before, snapshot(llama))
 
 
-def test_a_tuple_holds_the_positional_arguments_of_one_batch(llama):
-    tokens = torch.cat(BATCHES)
-    mask = torch.ones_like(tokens)
-    mask[:, :3] = 0
-    gaps = []
-    for batch in ((tokens, mask), {"input_ids": tokens, "attention_mask": mask}):
-        with retrofit(llama, "qk_norm", batch, config=START) as handle:
-            gaps.append(handle.report.gap.kl)
-    assert gaps[0] == gaps[1]
-
-
 def test_what_is_normed_already_is_refused():
     config = transformers.Qwen3Config(**{**SIZES, "num_hidden_layers": 1})
     with pytest.raises(RefusedError):
@@ -208,19 +176,6 @@ def test_what_is_normed_already_is_refused():
     for options in ({"iterations": -1}, {"iterations": 1.5}, {"eps": -1.0}):
         with pytest.raises(InvalidValueError):
             RetrofitConfig(**options)  # type: ignore[arg-type]
-
-
-def test_a_retrofit_that_fails_half_way_leaves_the_model_as_it_was(llama, monkeypatch):
-    before, balanced = snapshot(llama), Balance.descend
-
-    def broken(self, *args):
-        balanced(self, *args)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Balance, "descend", broken)
-    with pytest.raises(KeyboardInterrupt):
-        retrofit(llama, "qk_norm", BATCHES, config=RetrofitConfig(iterations=1))
-    assert_same(before, snapshot(llama))
 
 
 def padded(rows, pad):

@@ -197,19 +197,6 @@ def test_the_term_that_binds_may_change_between_start_and_now():
     torch.testing.assert_close(rate, (nope / (rope * 1e4)).expand_as(rate))
 
 
-def test_layers_that_share_a_weight_scale_its_step_once_by_all_the_logits_it_makes():
-    a, b = attention(n_kv_heads=4), attention(n_kv_heads=4)
-    b.q_proj.weight = a.q_proj.weight
-    with torch.no_grad():
-        b.k_proj.weight.mul_(5)
-    # The largest partner at the start is layer 1's, now layer 0's, ten times as large.
-    rates = factors(
-        nn.ModuleList([a, b]), {"0.k_proj.weight": 50, "1.k_proj.weight": 2}
-    )
-    assert torch.allclose(rates["0.q_proj.weight"], torch.tensor(0.1).double())
-    assert torch.allclose(rates["1.k_proj.weight"], torch.ones(16).double())
-
-
 def test_biases_keep_the_base_rate_and_so_do_weights_that_were_zero_at_the_start():
     rates = factors(attention(bias=True), {}, "lalr:tau=0.1")
     assert torch.allclose(rates["q_proj.bias"], torch.ones(16).double())
@@ -223,22 +210,6 @@ def test_biases_keep_the_base_rate_and_so_do_weights_that_were_zero_at_the_start
             p.grad = torch.ones_like(p)
         optimizer.step()
     torch.testing.assert_close(model.k_proj.weight.detach(), keys)
-
-
-@pytest.mark.parametrize("factor", [0, 0.25, 2])
-def test_qk_lr_is_a_factor_on_the_rate_of_queries_and_keys_only(factor):
-    model, reference = attention(bias=True), attention(bias=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    qk = [reference.q_proj.weight, reference.k_proj.weight]
-    others = [p for p in reference.parameters() if all(p is not w for w in qk)]
-    groups = [{"params": qk, "lr": 0.01 * factor}, {"params": others}]
-    other = torch.optim.AdamW(groups, lr=0.01)
-    with qkeel.apply(model, "qk_lr", optimizer, factor=factor):
-        for grads in gradients(model, 20):
-            step_by(model, optimizer, grads)
-            step_by(reference, other, grads)
-    for name, p in reference.named_parameters():
-        assert (model.get_parameter(name) - p).abs().max() < 1e-13, name
 
 
 def test_the_factors_of_two_remedies_multiply():

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.attention import Attention as Foreign
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -90,25 +91,20 @@ SHARING = (
 )
 
 
-class Layer(nn.Module):
-    """One attention layer; `kv` says whether its keys are its values."""
+class Layer(Foreign):
+    """One attention layer of these projections."""
 
     def __init__(self, q, k, v, heads, size):
-        super().__init__()
-        self.q, self.k, self.v, self.heads, self.size = q, k, v, heads, size
+        nn.Module.__init__(self)
+        self.q, self.k, self.v, self.size, self.d = q, k, v, size, size
 
     def parts(self, x):
-        q, k, v = (
-            f(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
-            for f in (self.q, self.k, self.v)
-        )
-        groups = self.heads // k.shape[1]
-        return q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        q, k, v = self.heads(x)
+        return q, *(y.repeat_interleave(q.shape[1] // k.shape[1], 1) for y in (k, v))
 
     def forward(self, x):
-        return x + functional.scaled_dot_product_attention(*self.parts(x)).transpose(
-            1, 2
-        ).flatten(2)
+        y = functional.scaled_dot_product_attention(*self.parts(x))
+        return x + y.transpose(1, 2).flatten(2)
 
 
 @dataclasses.dataclass
@@ -246,7 +242,7 @@ def test_a_clip_scales_each_head_to_the_threshold_and_changes_nothing_else(
         assert torch.equal(v, old_v)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS[::2])
 def test_a_cap_bounds_the_weights_in_use(seed):
     drawn = draw(seed)
     optimizer = applied(drawn, "spectral_cap:cap=0.5")
@@ -266,7 +262,7 @@ def test_a_cap_bounds_the_weights_in_use(seed):
             assert (torch.linalg.matrix_norm(heads, 2) <= 0.5 * (1 + 1e-9)).all()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS[::2])
 def test_rates_follow_the_weights_in_use(seed):
     drawn, plain = draw(seed), draw(seed)
     rate = 1e-3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -92,25 +91,6 @@ def test_a_token_that_is_all_but_certain_counts_fully():
     cross_entropy(model["head"](ours), y).backward()
     (cross_entropy(theirs, y) + z_loss(theirs, C)).backward()
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_low_precision_logits_get_the_gradient_to_their_rounding(
-    dtype,
-):
-    model = decoder().to(dtype)
-    exact = copy.deepcopy(model).double()
-    want = gradients(exact, lambda z: cross_entropy(z, targets()) + z_loss(z, C))
-    with qkeel.apply(model, "z_loss", coefficient=C):
-        got = gradients(model, lambda z: cross_entropy(z.float(), targets()))
-    plain = gradients(
-        model, lambda z: cross_entropy(z.float(), targets()) + z_loss(z, C)
-    )
-    for g, p, w in zip(got, plain, want, strict=True):
-        own = (p.double() - w).abs().max()
-        assert (g.double() - w).abs().max() <= 2 * own + 4 * torch.finfo(
-            dtype
-        ).eps * w.abs().max()
 
 
 @pytest.mark.parametrize("order", [("z_loss", "cap"), ("cap", "z_loss")])

@@ -80,26 +80,6 @@ def test_without_an_alarm_the_verdict_is_that_of_check(logits, light, says, tmp_
     assert (colour, text[: len(says)]) == (light, says)
 
 
-def test_the_verdict_names_the_head_that_had_the_largest_logit_not_the_one_that_has_it_now(
-    tmp_path,
-):
-    sink = RunDirectorySink(tmp_path / "r")
-    sink.open(
-        {"model": "Toy", "sites": [{"name": name, "n_heads": 2} for name in ("a", "b")]}
-    )
-    for step, logits in enumerate(
-        [[[1.0, 2.0], [1.0, 1.0]], [[3.0, 84.0], [4.0, 5.0]], [[3.0, 4.0], [9.0, 5.0]]]
-    ):
-        sink.write(
-            Sample(step=step, layers=("a", "b"), heads={"max_logit": np.array(logits)})
-        )
-    sink.close(complete=True)
-    assert (
-        "largest logit 84 (a head 1, step 1)"
-        in verdict(read_watched([tmp_path / "r"])[0])[1]
-    )
-
-
 def test_an_alarm_leads_the_page_with_a_red_light_and_one_fix_to_copy(
     tmp_path,
 ):

@@ -16,7 +16,6 @@ from torch.nn.utils.parametrizations import weight_norm
 
 B, T, H, D, M = 3, 5, 4, 8, 32
 SCALE = D**-0.5
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # The name of a weight (a convolution's rows count as rows), its axis, and the indices of
 # each head; one list of all indices if the heads share it.
 Rows = tuple[str, int, Tensor]
@@ -303,19 +302,6 @@ class Sum(Heads):
         return ((q @ k.mT + q2 @ k2.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-class Positions(Heads):
-    """A learned table of relative positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(T, T, D))
-
-    def forward(self, x):
-        q, k, v = (y.transpose(1, 2) for y in self.operands(x))
-        z = q @ k.mT + torch.einsum("bhtd,tsd->bhts", q, self.table)
-        return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-
 class Itself(Heads):
     """Queries that are the keys."""
 
@@ -341,20 +327,6 @@ class Images(nn.Module):
             layer(x).unflatten(1, (H, D)).flatten(3).mT
             for layer in (self.query, self.key)
         )
-        return (q @ k.mT * SCALE).softmax(-1) @ k
-
-
-class Pooled(nn.Module):
-    """As MViT v2: a convolution that is the same for all heads pools the keys."""
-
-    def __init__(self):
-        super().__init__()
-        self.project, self.mix = nn.Conv2d(M, H * D, 1), nn.Conv2d(H, H, 1)
-        self.key = nn.Conv2d(M, H * D, 1)
-
-    def forward(self, x):
-        q = self.mix(self.project(x).flatten(2).unflatten(1, (H, D))).mT
-        k = self.key(x).flatten(2).unflatten(1, (H, D)).mT
         return (q @ k.mT * SCALE).softmax(-1) @ k
 
 
@@ -488,24 +460,10 @@ CASES: dict[str, Case] = {
         query=[*Q, [("q2.weight", 0, block())]],
         key=[*K, [("k2.weight", 0, block())]],
     ),
-    "relative positions": Case(
-        build=Positions, query=Q, key=[*K, [("table", 0, torch.arange(T)[None])]]
-    ),
     "queries that are keys": Case(build=Itself, query=Q, key=Q),
     "convolutions": Case(
         build=Images,
         query=[[("query.2.weight", 0, block())]],
-        key=[[("key.weight", 0, block())]],
-        shape=(B, M, 3, 5),
-    ),
-    "a convolution over heads": Case(
-        build=Pooled,
-        query=[
-            [
-                ("project.weight", 0, torch.arange(H * D)[None]),
-                ("mix.weight", 0, torch.arange(H)[:, None]),
-            ]
-        ],
         key=[[("key.weight", 0, block())]],
         shape=(B, M, 3, 5),
     ),

@@ -1,8 +1,7 @@
 """Small models with sparse attention as it was published, and what each computes, in float64 by their formulas alone.
 
-DSA: DeepSeek-V3.2 (indexer Σ_j w_j ReLU(q_j·k), top-k keys). CSA, HCA: DeepSeek-V4 (window and compressed keys, a sink
-in the denominator; CSA with an indexer over compressed keys). NSA: Yuan et al. 2025, arXiv 2502.11089 (compressed,
-selected and sliding branches). MoBA: Lu et al. 2025, arXiv 2502.13189 (blocks by mean keys, the query's own always).
+DSA: DeepSeek-V3.2 (indexer Σ_j w_j ReLU(q_j·k), top-k keys). MoBA: Lu et al. 2025, arXiv 2502.13189 (blocks by mean
+keys, the query's own always).
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ NEVER = -math.inf
 
 
 class Truth(NamedTuple):
-    """Per branch the logits [b h t s] in float64, -inf where hidden, and the sink's logits [h]; None without one."""
+    """Per branch the logits [b h t s] in float64, -inf where hidden."""
 
     logits: np.ndarray
-    sink: np.ndarray | None = None
 
 
 def heads(x, n):
@@ -125,65 +123,6 @@ class DSA(Sparse):
         return ((q @ k.mT).clamp_min(0) * w).sum(1).masked_fill(j > i, NEVER).numpy()
 
 
-class Compressed(Sparse):
-    """Keys that all heads share: a window, and one key of every m tokens; HCA sees all of these, CSA the best `top`."""
-
-    def __init__(self, *, m, top, window=4):
-        super().__init__(n_kv_heads=1)
-        self.m, self.top, self.window = m, top, window
-        self.c_proj, self.z_proj = (
-            nn.Linear(M, D, bias=False),
-            nn.Linear(M, D, bias=False),
-        )
-        self.iq, self.iw = nn.Linear(M, 2 * D, bias=False), nn.Linear(M, 2, bias=False)
-        self.sinks = nn.Parameter(torch.tensor([-1.0, 0.0, 1.5, 6.0]))
-
-    def compressed(self, c, z):
-        n = c.shape[1] // self.m
-        c, z = (x[:, : n * self.m].unflatten(1, (n, self.m)) for x in (c, z))
-        return (c * z.softmax(2)).sum(2)[:, None]
-
-    def forward(self, x):
-        q, k, _ = self.qkv(x)
-        t = x.shape[1]
-        short = self.compressed(self.c_proj(x), self.z_proj(x))
-        n = short.shape[2]
-        i, j = torch.arange(t)[:, None], torch.arange(t)[None]
-        open_ = torch.arange(n) < (i + 1) // self.m
-        if self.top is not None:
-            scores = self.iq(x).unflatten(-1, (2, D)) @ short.mT  # [b t 2 n]
-            index = (
-                (F.relu(scores) * self.iw(x)[..., None])
-                .sum(2)
-                .masked_fill(~open_, NEVER)
-            )
-            best = index.topk(min(self.top, n), dim=-1).indices
-            open_ = open_ & torch.zeros_like(index, dtype=torch.bool).scatter(
-                -1, best, True
-            )
-        near = ((j <= i) & (i - j < self.window)).expand(x.shape[0], -1, -1)
-        seen = torch.cat([near, open_.expand(x.shape[0], -1, -1)], -1)[:, None]
-        self.hidden["a"] = ~seen.expand(-1, H, -1, -1)
-        keys = torch.cat([k, short], 2)
-        z = (q @ keys.mT / math.sqrt(D)).masked_fill(~seen, NEVER)
-        z = torch.cat(
-            [z, self.sinks.view(1, H, 1, 1).expand(x.shape[0], -1, t, -1)], -1
-        )
-        z = z - z.max(-1, keepdim=True).values
-        return (z.softmax(-1)[..., :-1] @ keys).transpose(1, 2).flatten(2)
-
-    def truth(self):
-        weights = (self.c_proj.weight, self.z_proj.weight)
-        short = self.compressed(*(self.input @ w.detach().double().mT for w in weights))
-        keys = torch.cat([self.double(self.k_proj, 1), short], 2)
-        return {
-            "a": Truth(
-                self.logits(self.double(self.q_proj, H), keys, "a"),
-                self.sinks.detach().double().numpy(),
-            )
-        }
-
-
 class MoBA(Sparse):
     """All sequences of a batch at once; the reference code takes one after the other."""
 
@@ -260,12 +199,7 @@ def numbers(truth):
         if not len(reached):
             continue
         top[head] = max(top[head], z[reached].max())
-        every = (
-            z[reached]
-            if truth.sink is None
-            else np.append(z[reached], truth.sink[head])
-        )
-        e = np.exp(every - every.max())
+        e = np.exp(z[reached] - z[reached].max())
         p = e / math.fsum(e)
         entropies[head].append(-math.fsum(x * math.log(x) for x in p if x > 0))
         if len(reached) > 1:

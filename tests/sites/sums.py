@@ -64,6 +64,11 @@ def with_alpha(m, p):
     )
 
 
+def chosen(m, p):
+    """As the author of ReRoPE writes it: near keys and far keys, which one mask chooses from."""
+    return torch.where(m.gap < 2, p["q1"] @ p["k1"].mT, p["q1"] @ p["k1"].mT / 2)
+
+
 def batched(m, p):
     q1, k1, q2, k2 = (x.flatten(0, 1) for x in p.values())
     return torch.baddbmm(torch.bmm(q1, k1.mT), q2, k2.mT).view(-1, H, T, T)
@@ -103,11 +108,6 @@ def shaw_table(m, p):
     return torch.matmul(p["q1"], m.table.mT) + p["q1"] @ p["k1"].mT
 
 
-def shaw_rows(m, p):
-    """A row of the table for each feature."""
-    return p["q1"] @ p["k1"].mT + p["q1"] @ m.rows
-
-
 def shaw_heads(m, p):
     return p["q1"] @ p["k1"].mT + torch.einsum(
         "bhtd,shd->bhts", p["q1"], m.per_head.view(T, H, D)
@@ -125,22 +125,6 @@ def shaw_pairs(m, p):
     return torch.einsum("bhtd,tsd->bhts", p["q1"], m.pairs) + p["q1"] @ p["k1"].mT
 
 
-def interpolated(m, p):
-    """SAM's: a table for images of another size."""
-    table = torch.nn.functional.interpolate(
-        m.table.mT[None], size=2 * T - 1, mode="linear"
-    )[0].mT
-    return p["q1"] @ p["k1"].mT + torch.einsum("bhtd,tsd->bhts", p["q1"], table[m.gap])
-
-
-def two_tables(m, p):
-    """BoTNet's: heights plus widths."""
-    return (
-        p["q1"] @ p["k1"].mT
-        + p["q1"] @ (m.table[:2, None] + m.rows.mT[None, 3:]).flatten(0, 1).mT
-    )
-
-
 def memory_keys(m, p):
     """x-transformers' learned keys of each head before those of the tokens."""
     return (
@@ -148,14 +132,6 @@ def memory_keys(m, p):
         @ torch.cat(
             [m.memory.expand(len(p["k1"]), -1, -1, -1), p["k1"][:, :, 2:]], 2
         ).mT
-    )
-
-
-def memory_columns(m, p):
-    learned = m.per_head[None, :2].unflatten(-1, (H, D)).transpose(1, 2)
-    return (
-        p["q1"]
-        @ torch.cat([p["k1"][:, :, 2:], learned.expand(len(p["k1"]), -1, -1, -1)], 2).mT
     )
 
 
@@ -195,27 +171,12 @@ SUMS: dict[str, tuple[Callable[[Sum, dict[str, Tensor]], Tensor], str, Terms]] =
         "q1 k1 q2 k2",
         [(["q1"], ["k1"]), (["q1"], ["k2"]), (["q2"], ["k1"])],
     ),
+    "chosen by a mask": (chosen, "q1 k1", [(["q1"], ["k1"])]),
     "table": (shaw_table, "q1 k1", [(["q1"], ["table"]), (["q1"], ["k1"])]),
-    "table of rows": (shaw_rows, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["rows"])]),
     "table of heads": (shaw_heads, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["per_head"])]),
     "embedding": (shaw_embedding, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["embedding"])]),
     "table of pairs": (shaw_pairs, "q1 k1", [(["q1"], ["pairs"]), (["q1"], ["k1"])]),
-    "interpolated table": (
-        interpolated,
-        "q1 k1",
-        [(["q1"], ["k1"]), (["q1"], ["table"])],
-    ),
-    "sum of tables": (
-        two_tables,
-        "q1 k1",
-        [(["q1"], ["k1"]), (["q1"], ["rows"]), (["q1"], ["table"])],
-    ),
     "memory keys": (memory_keys, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["memory"])]),
-    "columns of memory keys": (
-        memory_columns,
-        "q1 k1",
-        [(["q1"], ["k1"]), (["q1"], ["per_head"])],
-    ),
     "weights of three dimensions": (
         three_dimensions,
         "q1 k1",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
+from tests.attention import Joint
 from torch import Tensor, nn
 
 from qkeel import find_sites
@@ -35,10 +34,6 @@ def attention(q, k, v):
     )
 
 
-def fused(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
 # torch.jit.script takes an argument without a type for a tensor.
 def masked_softmax(scores: Tensor, scale: float):
     hidden = torch.ones(scores.size(-2), scores.size(-1)).tril() == 0
@@ -57,19 +52,8 @@ def heads_one_by_one(q, k, v):
 # How to make it, and whether a function mode does not see it.
 WAYS: dict[str, tuple[Callable[[], Attend], bool]] = {
     "script": (lambda: torch.jit.script(attention), True),
-    "fused script": (lambda: torch.jit.script(fused), True),
     "script of the softmax alone": (softmax_in_a_script, True),
-    "vmap over the batch": (lambda: torch.func.vmap(attention), True),
     "vmap over heads": (lambda: heads_one_by_one, True),
-    "vmap of a fused function": (lambda: torch.func.vmap(fused), True),
-    "operator": (
-        lambda: (
-            lambda q, k, v: torch.ops.aten.scaled_dot_product_attention(
-                q, k, v, None, 0.0, True
-            )
-        ),
-        False,
-    ),
     "overload": (
         lambda: (
             lambda q, k, v: torch.ops.aten.scaled_dot_product_attention.default(
@@ -81,20 +65,6 @@ WAYS: dict[str, tuple[Callable[[], Attend], bool]] = {
     "plain": (lambda: attention, False),
 }
 every_way = pytest.mark.parametrize("name", WAYS)
-
-
-class Block(nn.Module):
-    def __init__(self, attend):
-        super().__init__()
-        self.n_head, self.attend = H, attend
-        self.c_attn = nn.Linear(H * D, 3 * H * D)
-
-    def forward(self, x):
-        q, k, v = (
-            y.unflatten(2, (H, D)).transpose(1, 2)
-            for y in self.c_attn(x).split(H * D, dim=2)
-        )
-        return self.attend(q, k, v).transpose(1, 2).flatten(2)
 
 
 def seen(model, x):
@@ -112,7 +82,7 @@ def test_the_output_is_the_same_and_statistics_are_the_plain_ones_or_none(
     name,
 ):
     make, is_hidden = WAYS[name]
-    model = Block(make())
+    model = Joint(make(), H * D, H)
     x = torch.randn(B, T, H * D)
     with torch.no_grad():
         expected = model(x)
@@ -127,41 +97,6 @@ def test_the_output_is_the_same_and_statistics_are_the_plain_ones_or_none(
         )
         torch.testing.assert_close(stats.entropy, plain.entropy, rtol=1e-5, atol=1e-5)
         assert torch.equal(stats.n_pairs, plain.n_pairs)
-
-
-def test_functional_calls_and_their_gradients_are_seen():
-    model, x = Block(attention), torch.randn(B, T, H * D)
-    _, (plain,) = seen(model, x)
-    params = dict(model.named_parameters())
-
-    def loss(given, x):
-        return torch.func.functional_call(model, given, (x,)).sum()
-
-    runs: dict[str, Callable[[], object]] = {
-        "functional_call": lambda: loss(params, x),
-        "grad": lambda: torch.func.grad(loss)(params, x),
-    }
-    for name, run in runs.items():
-        found: list[LogitStats] = []
-        with CaptureMode(model, lambda s: found.append(statistics(s.call))):  # noqa: B023
-            run()
-        (stats,) = found
-        torch.testing.assert_close(stats.max_logit, plain.max_logit, msg=name)
-        torch.testing.assert_close(stats.entropy, plain.entropy, msg=name)
-
-
-def test_what_one_watcher_computes_is_no_attention_to_another():
-    model, x = Block(attention), torch.randn(B, T, H * D)
-    counts = [0, 0]
-
-    def note(i, captured):
-        statistics(captured.call)  # exponentials over their sums
-        counts[i] += 1
-
-    outer, inner = (CaptureMode(model, functools.partial(note, i)) for i in range(2))
-    with outer, inner:
-        model(x)
-    assert counts == [1, 1]
 
 
 def test_a_product_with_a_view_of_a_weight_makes_no_scores():

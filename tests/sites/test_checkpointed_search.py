@@ -7,10 +7,10 @@ import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
 
-import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
+from tests.attention import Joint, fused_causal
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -20,55 +20,39 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qkeel import find_sites
-from qkeel.errors import InvalidValueError
 
 H, D, T, LAYERS = 2, 8, 128, 3
-Call = Callable[..., Tensor]
 
 
-class Block(nn.Module):
+class Block(Joint):
     """Attention with normed heads, fused, written out or head by head, and an MLP."""
 
-    def __init__(self, way="fused"):
-        super().__init__()
-        self.way, self.qkv, self.gain = (
-            way,
-            nn.Linear(H * D, 3 * H * D),
-            nn.Parameter(torch.rand(D) + 0.5),
-        )
+    def __init__(self, attend):
+        super().__init__(attend, H * D, H)
+        self.gain = nn.Parameter(torch.rand(D) + 0.5)
         self.mlp = nn.Sequential(
             nn.Linear(H * D, 4 * H * D), nn.GELU(), nn.Linear(4 * H * D, H * D)
         )
 
     def heads(self, x):
-        q, k, v = (
-            y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
-        )
+        q, k, v = super().heads(x)
         return F.rms_norm(q, (D,), self.gain), F.rms_norm(k, (D,), self.gain), v
 
-    def attend(self, q, k, v):
-        if self.way == "fused":
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        if self.way == "written out":
-            return (q @ k.mT * D**-0.5).softmax(-1) @ v
-        each = [
-            (a @ b.mT * D**-0.5).softmax(-1) @ c
-            for a, b, c in zip(q.unbind(1), k.unbind(1), v.unbind(1))
-        ]
-        return torch.stack(each, 1)
-
     def forward(self, x):
-        x = x + self.attend(*self.heads(x)).transpose(1, 2).flatten(2)
+        x = x + super().forward(x)
         return x + self.mlp(x)
 
 
 class Stack(nn.Module):
     """Blocks, each called by `call`."""
 
-    def __init__(self, call=lambda block, x: block(x), way="fused"):
+    def __init__(self, call=lambda block, x: block(x), attend=fused_causal):
         super().__init__()
         torch.manual_seed(0)
-        self.call, self.blocks = call, nn.ModuleList(Block(way) for _ in range(LAYERS))
+        self.call, self.blocks = (
+            call,
+            nn.ModuleList(Block(attend) for _ in range(LAYERS)),
+        )
 
     def forward(self, x):
         for block in self.blocks:
@@ -175,45 +159,3 @@ def test_a_checkpointed_model_is_searched_as_one_that_is_not_within_the_memory_o
         with most() as step:
             model(x.requires_grad_()).square().mean().backward()
         assert search[0] <= step[0], (kind, search, step)
-
-
-@pytest.mark.parametrize("way", ["written out", "head by head"])
-def test_attention_that_is_written_out_in_a_part_is_known(way):
-    plain = known(Stack(way=way), batch())
-    assert len(plain) == LAYERS
-    assert known(Stack(by_function(False), way), batch()) == plain
-
-
-def test_weights_and_logits_may_lie_in_two_parts():
-    def apart(block, x):
-        q, k, v = torch_checkpoint.checkpoint(block.heads, x, use_reentrant=False)  # type: ignore[misc]
-        return x + block.attend(q, k, v).transpose(1, 2).flatten(2)
-
-    class Two(Stack):
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    plain = known(Two(), batch())
-    model = Two()
-    for block in model.blocks:
-        block.forward = apart.__get__(block)  # type: ignore[method-assign]
-    assert known(model, batch()) == plain
-
-
-def test_a_part_that_fails_says_so_and_leaves_torchs_checkpoints_as_they_were():
-    def fails(block, x):
-        return by_function(False)(lambda y: block(y) @ y, x)
-
-    home = torch_checkpoint
-    before = home._checkpoint_without_reentrant_generator, home.CheckpointFunction.apply
-    with pytest.raises(
-        InvalidValueError,
-        match="the forward pass of Stack on the example failed: RuntimeError",
-    ):
-        find_sites(Stack(fails), batch())
-    assert (
-        home._checkpoint_without_reentrant_generator,
-        home.CheckpointFunction.apply,
-    ) == before

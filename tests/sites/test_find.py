@@ -3,11 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 import qkeel
 from qkeel import find_sites
-from qkeel.nn import MLA, Attention, Decoder, DecoderConfig
+from qkeel.nn import MLA, Attention
 from qkeel.nn.mla import LatentSizes
 from qkeel.sites import Tap
 
@@ -49,63 +48,6 @@ def test_zeroing_a_heads_query_rows_silences_that_head_alone(kind):
         assert torch.equal(after[others], before[others])
         for n, p in model.named_parameters():
             p.copy_(saved[n])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_scaling_every_matrix_of_a_term_by_its_own_factor_scales_the_logit_by_their_product(
-    kind,
-):
-    model = KINDS[kind]()
-    for name, p in model.named_parameters():
-        if name.endswith("bias"):
-            p.zero_()
-    (site,) = find_sites(model)
-    before = maxima(model)
-    for piece in site.query:
-        model.get_parameter(piece.parameter).mul_(2.0)
-    ways = {len(term.query) for term in site.terms}
-    assert len(ways) == 1
-    assert torch.allclose(maxima(model), before * 2.0 ** ways.pop(), rtol=1e-4)
-
-
-def test_the_down_projections_count_only_without_a_norm_on_the_latents():
-    names = {
-        s.parameter
-        for s in (
-            *find_sites(KINDS["mla"]())[0].query,
-            *find_sites(KINDS["mla"]())[0].key,
-        )
-    }
-    assert names == {
-        f"{n}.weight" for n in ("q_down", "q_up", "q_rope", "kv_down", "k_up", "k_rope")
-    }
-    normed = find_sites(KINDS["mla normed"]())[0]
-    assert {s.parameter for s in (*normed.query, *normed.key)} == {
-        f"{n}.weight" for n in ("q_up", "q_rope", "k_up", "k_rope")
-    }
-
-
-def test_sites_come_in_module_order_with_qualified_names():
-    sites = find_sites(
-        Decoder(DecoderConfig(vocab_size=5, d_model=16, n_layers=3, n_kv_heads=2))
-    )
-    assert [s.name for s in sites] == [f"blocks.{i}.attention" for i in range(3)]
-    assert {(s.n_heads, s.n_kv_heads, s.head_dim) for s in sites} == {(4, 2, 4)}
-    assert sites[1].query[0].parameter == "blocks.1.attention.q_proj.weight"
-    assert find_sites(Attention(16, 4))[0].query[0].parameter == "q_proj.weight"
-
-
-def test_a_parametrized_weight_is_found_under_its_original():
-    class Double(nn.Module):
-        def forward(self, w):
-            return 2 * w
-
-    model = nn.Sequential(Attention(16, 4))
-    parametrize.register_parametrization(model[0].q_proj, "weight", Double())
-    name = find_sites(model)[0].query[0].parameter
-    assert name == "0.q_proj.parametrizations.weight.original"
-    assert model.get_parameter(name).shape == (16, 16)
 
 
 def test_sites_found_on_meta_are_those_of_the_model_with_values():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import sys
 import types
 from typing import Any
@@ -11,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import Attention
 from tests.each_row import each_row
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import modeling_flash_attention_utils as wrappers
 
 from qkeel import find_sites
 from qkeel.capture.calls import statistics
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.functional.statistics import LogitStats
-from qkeel.spec import AttentionCall
 
 from . import flash_stand_in as stand_in
 
@@ -119,22 +116,6 @@ def test_every_option_counts(name, t, s):
     check(stats, list(zip(q, k)), positional(OPTIONS[name]))
 
 
-def test_slopes_may_differ_from_sequence_to_sequence():
-    q, k, v = parts(4, 4)
-    slopes = torch.stack([SLOPES, 2 * SLOPES])
-    stats, _ = seen(lambda: stand_in.flash_attn_func(q, k, v, alibi_slopes=slopes))
-    each = []
-    for one in zip(q[:, None], k[:, None], v[:, None], slopes):
-        alone, _ = seen(
-            functools.partial(stand_in.flash_attn_func, *one[:3], alibi_slopes=one[3])
-        )
-        each.append(alone)
-    torch.testing.assert_close(
-        stats.max_logit, torch.maximum(each[0].max_logit, each[1].max_logit)
-    )
-    torch.testing.assert_close(stats.entropy, (each[0].entropy + each[1].entropy) / 2)
-
-
 def test_packed_arguments_are_unpacked_and_nested_calls_count_once():
     q, k, v = parts(5, 5)
     kv = torch.stack([k, v], dim=2)
@@ -173,27 +154,16 @@ def test_sequences_packed_without_padding_attend_each_to_itself(name):
     check(stats, pieces(q, k), positional(OPTIONS[name]))
 
 
-def test_a_query_mask_reaches_the_sequences_of_a_packed_call():
-    q, k, ends = lengths()
-    calls: list[AttentionCall] = []
-    with CaptureMode(nn.Identity(), lambda s: calls.append(s.call)):  # type: ignore[arg-type]
-        stand_in.flash_attn_varlen_func(q, k, k, ends, ends, 5, 5)
-    mask = torch.ones(1, 9, dtype=torch.bool)
-    mask[0, :3] = False  # the whole first sequence
-    mask[0, 4] = False
-    stats = statistics(dataclasses.replace(calls[0], query_mask=mask))
-    assert stats.n_queries.tolist() == [5] * H
-    assert stats.n_pairs.tolist() == [4 * 5 + 1] * H
-
-
-class Block(nn.Module):
+class Block(Attention):
     def __init__(self, attend):
-        super().__init__()
-        self.attend = attend
-        self.q, self.k = nn.Linear(H * D, H * D), nn.Linear(H * D, G * D)
+        super().__init__(attend, H * D, H, groups=G)
+
+    def operands(self, x):
+        q, k, _ = self.projected(x)
+        return q.unflatten(-1, (H, D)), k.unflatten(-1, (G, D))
 
     def forward(self, x):
-        q, k = self.q(x).unflatten(-1, (H, D)), self.k(x).unflatten(-1, (G, D))
+        q, k = self.operands(x)
         return self.attend(q, k, k, causal=True).flatten(-2)
 
 
@@ -217,31 +187,6 @@ def test_the_rows_of_each_head_are_found():
         (term,) = site.terms
         assert torch.equal(term.query[0].index, torch.arange(H * D).view(H, D))
         assert torch.equal(term.key[0].index, torch.arange(G * D).view(G, D))
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_what_checkpointing_computes_again_is_not_seen_again(reentrant):
-    model, x = (
-        Block(stand_in.flash_attn_func),
-        torch.randn(B, 5, H * D, requires_grad=True),
-    )
-    found: list[str] = []
-    with CaptureMode(model, lambda s: found.append(s.name)):
-        y: Any = checkpoint(model, x, use_reentrant=reentrant)
-        y.sum().backward()
-    assert found == [""]
-    (site,) = find_sites(nn.Sequential(_Checkpointed(model, reentrant)), x)
-    assert site.name == "0.inner"
-    assert len(site.terms) == 1
-
-
-class _Checkpointed(nn.Module):
-    def __init__(self, inner, reentrant):
-        super().__init__()
-        self.inner, self.reentrant = inner, reentrant
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
 def test_a_wrapper_that_falls_back_to_torch_is_one_attention(
@@ -289,21 +234,20 @@ def test_an_option_that_cannot_be_accounted_for_is_named_and_not_guessed():
     ]
 
 
-class Transformers(nn.Module):
+class Transformers(Block):
     """A layer that calls flash-attn as transformers' models do, through its wrapper."""
 
     def __init__(self):
-        super().__init__()
-        self.q, self.k = nn.Linear(H * D, H * D), nn.Linear(H * D, G * D)
+        super().__init__(None)
 
     def forward(self, x, mask):
-        q, k = self.q(x).unflatten(-1, (H, D)), self.k(x).unflatten(-1, (G, D))
-        how = {
+        q, k = self.operands(x)
+        options = {
             "is_causal": True,
             "attn_implementation": "flash_attention_3",
             "sliding_window": 3,
         }
-        return wrappers._flash_attention_forward(q, k, k, mask, x.shape[1], **how)
+        return wrappers._flash_attention_forward(q, k, k, mask, x.shape[1], **options)
 
 
 def test_what_transformers_wrappers_call_is_seen_padded_or_not(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.attention import Joint
 from tests.quick import one_in
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as home
@@ -169,31 +170,9 @@ def test_a_mask_of_blocks_alone_hides_the_blocks_it_lacks():
     assert stats.max_logit.tolist() == [0]  # q_i · k_i = 1 is hidden
 
 
-def test_the_scale_is_the_one_given():
-    q, k, v = parts("scale")
-    (one,) = seen(
-        Flex(functools.partial(flex_attention, scale=1.0, enable_gqa=True)), q, k, v
-    )
-    (half,) = seen(
-        Flex(functools.partial(flex_attention, scale=0.5, enable_gqa=True)), q, k, v
-    )
-    torch.testing.assert_close(one.max_logit, 2 * half.max_logit)
-
-
-class Block(nn.Module):
+def block(attend):
     """Projections around flex_attention, kept under whatever name."""
-
-    def __init__(self, attend):
-        super().__init__()
-        self.attend = attend
-        self.q, self.kv = nn.Linear(H * D, H * D), nn.Linear(H * D, 2 * G * D)
-
-    def forward(self, x):
-        q = self.q(x).unflatten(2, (H, D)).transpose(1, 2)
-        k, v = (
-            y.unflatten(2, (G, D)).transpose(1, 2) for y in self.kv(x).chunk(2, dim=2)
-        )
-        return self.attend(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+    return Joint(functools.partial(attend, enable_gqa=True), H * D, H, groups=G)
 
 
 def aliases():
@@ -209,56 +188,15 @@ def aliases():
 
 @pytest.mark.parametrize("name", one_in(aliases(), 2))
 def test_it_is_seen_and_its_rows_are_found_under_every_alias(name):
-    model = nn.Sequential(Block(aliases()[name]))
+    model = nn.Sequential(block(aliases()[name]))
     x = torch.randn(B, T, H * D)
     (site,) = find_sites(model, x)
     assert (site.name, site.n_heads, site.n_kv_heads, site.head_dim) == ("0", H, G, D)
     (term,) = site.terms
     assert torch.equal(term.query[0].index, torch.arange(H * D).view(H, D))
-    assert term.key[0].parameter == "0.kv.weight"
-    assert torch.equal(term.key[0].index, torch.arange(G * D).view(G, D))
+    assert term.key[0].parameter == "0.qkv.weight"
+    assert torch.equal(term.key[0].index, H * D + torch.arange(G * D).view(G, D))
     assert len(seen(model, x)) == 1
-
-
-@pytest.mark.slow
-def test_what_was_compiled_is_neither_compiled_anew_nor_changed():
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    counters.clear()
-    model, x = (
-        Block(torch.compile(flex_attention, backend="aot_eager", fullgraph=True)),
-        torch.randn(B, T, H * D),
-    )
-    with torch.no_grad():
-        expected = model(x)
-        before = dict(counters["stats"])
-        found: list[CapturedCall] = []
-        with CaptureMode(model, found.append):
-            assert torch.equal(model(x), expected)
-        assert len(found) == 1
-        assert torch.equal(model(x), expected)
-    assert dict(counters["stats"]) == before
-    assert not counters["graph_break"]
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow
-def test_a_compiled_function_around_it_still_compiles_in_one_piece():
-    torch._dynamo.reset()
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def attend(q, k, v):
-        return flex_attention(2 * q, k, v, enable_gqa=True)
-
-    q, k, v = parts("whole")
-    with torch.no_grad():
-        expected = flex_attention(2 * q, k, v, enable_gqa=True)
-        found: list[CapturedCall] = []
-        with CaptureMode(Flex(attend), found.append):
-            torch.testing.assert_close(attend(q, k, v), expected)
-    assert found == []  # inside compiled code nothing is seen
-    torch._dynamo.reset()
 
 
 def code():
@@ -291,16 +229,3 @@ def test_the_function_is_as_it_was_after_exceptions_and_nested_watchers():
     assert (before[1], before[2]) == ({}, [])
     model(q, k, v)
     assert (len(outer), len(inner)) == (2, 1)
-
-
-def test_watching_computes_the_same_and_shows_the_same_signature():
-    import inspect
-
-    q, k, v = parts("same")
-    model = Flex(functools.partial(flex_attention, enable_gqa=True))
-    signature = inspect.signature(flex_attention)
-    with torch.no_grad():
-        expected = model(q, k, v)
-        with CaptureMode(model, lambda s: None):
-            assert inspect.signature(flex_attention) == signature
-            assert torch.equal(model(q, k, v), expected)

@@ -109,11 +109,3 @@ def test_rows_of_a_convolution_are_a_view_in_any_memory_format(
         (6, 1, 1, 1),
         [2.0, 2.0, 2.0, 3.0, 3.0, 3.0],
     )
-
-
-def test_columns_of_a_weight_of_three_dimensions_are_those_of_a_matrix():
-    weight = torch.arange(24.0).view(4, 2, 3)
-    columns = HeadSlice(parameter="w", axis=1, index=torch.arange(6).view(2, 3))
-    torch.testing.assert_close(columns.heads(weight), weight.permute(1, 2, 0))
-    factors = columns.expand(torch.tensor([2.0, 3.0]), weight)
-    assert (factors.shape, factors[0, :, 0].tolist()) == ((1, 2, 3), [2.0, 3.0])

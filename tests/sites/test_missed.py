@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import Attention
 from torch import Tensor, nn
 
-from qkeel import apply, find_sites, watch
+from qkeel import apply, find_sites
 from qkeel.errors import RefusedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
@@ -19,21 +19,17 @@ H, D, M, T = 4, 8, 32, 6
 Between = Callable[["Odd", Tensor], Tensor]
 
 
-class Odd(nn.Module):
+class Odd(Attention):
     """Attention that does something to its scores before the softmax."""
 
     def __init__(self, between):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(M, M) for _ in "qkv")
+        super().__init__(self.attended, M, H)
         self.between = between
         self.conv = nn.Conv2d(H, H, 1)
         self.keys = nn.Linear(T, T)
 
-    def forward(self, x):
-        q, k, v = (
-            p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v)
-        )
-        return (self.between(self, q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    def attended(self, q, k, v):
+        return self.between(self, q @ k.mT).softmax(-1) @ v
 
 
 class Model(nn.Module):
@@ -119,12 +115,8 @@ def test_scores_that_are_normalised_in_another_way_and_multiplied_with_values_ar
     name,
 ):
     class Normalised(Odd):
-        def forward(self, x):
-            q, k, v = (
-                p(x).unflatten(-1, (H, D)).transpose(1, 2)
-                for p in (self.q, self.k, self.v)
-            )
-            return (NORMALISERS[name](q @ k.mT) @ v).transpose(1, 2).flatten(2)
+        def attended(self, q, k, v):
+            return NORMALISERS[name](q @ k.mT) @ v
 
     torch.manual_seed(0)
     model = nn.Sequential(Normalised(lambda _, z: z), Odd(lambda _, z: z))
@@ -144,33 +136,10 @@ def test_a_classifier_with_a_copy_of_its_weight_is_not_missed():
     assert ([site.name for site in sites], sites.missed) == ([""], ())
 
 
-def test_the_softmax_of_the_largest_scores_is_missed():
-    class Sparse(Odd):
-        def forward(self, x):
-            q, k = (
-                p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k)
-            )
-            top = (q @ k.mT).topk(3, -1)
-            return (
-                torch.zeros(2, H, T, T)
-                .scatter(-1, top.indices, top.values.softmax(-1))
-                .sum(1)
-                @ x
-            )
-
-    with pytest.raises(
-        RefusedError,
-        match=r"Seen but not understood: the model itself: .* a selection of the largest",
-    ):
-        find_sites(Sparse(lambda _, z: z), x())
-
-
 def test_a_softmax_over_heads_is_missed():
     class OverHeads(Odd):
         def forward(self, x):
-            q, k = (
-                p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k)
-            )
+            q, k, _ = self.heads(x)
             return (q @ k.mT).softmax(1).sum(1) @ x
 
     with pytest.raises(
@@ -184,10 +153,7 @@ def test_what_is_no_attention_is_not_missed():
         """Linear attention, a gate, a router, and a softmax over classes."""
 
         def forward(self, x):
-            q, k, v = (
-                p(x).unflatten(-1, (H, D)).transpose(1, 2)
-                for p in (self.q, self.k, self.v)
-            )
+            q, k, v = self.heads(x)
             linear = q.relu() @ (k.relu().mT @ v)
             gated = torch.sigmoid(q) * v
             mixed = (linear + gated).transpose(1, 2).flatten(2)
@@ -226,44 +192,13 @@ def test_a_remedy_for_all_attention_is_refused_unless_it_may_be_partial():
     ).remove()  # has nothing to do with attention
 
 
-def test_a_monitor_and_a_clip_that_see_no_call_say_so_once():
-    class Sometimes(Model):
-        attends = True
-
-        def forward(self, x):
-            return super().forward(x) if self.attends else self.odd.q(x)
-
-    m = Sometimes(lambda _, z: z)
-    optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        with watch(m, optimizer), apply(m, "qk_clip", optimizer, batch=x()):
-            for attends in (True, False, False):
-                m.attends = attends
-                m(x()).sum().backward()
-                optimizer.step()
-    messages = sorted(str(warning.message).split(",")[0] for warning in said)
-    assert messages == [
-        "a pass that should have been measured made no attention call",
-        "qk_clip saw no attention call that was trained between two steps of the optimizer",
-    ]
-
-
 @pytest.mark.parametrize(("constant", "is_read"), [(1e-6, True), (1e-4, False)])
 def test_a_constant_in_the_sum_is_a_guard_if_it_is_tiny(constant, is_read):
     class Guarded(Odd):
-        def forward(self, x):
-            q, k, v = (
-                p(x).unflatten(-1, (H, D)).transpose(1, 2)
-                for p in (self.q, self.k, self.v)
-            )
+        def attended(self, q, k, v):
             z = q @ k.mT
             e = (z - z.amax(-1, keepdim=True)).exp()
-            return (
-                (e / (e.sum(-1, keepdim=True) + constant) @ v)
-                .transpose(1, 2)
-                .flatten(2)
-            )
+            return e / (e.sum(-1, keepdim=True) + constant) @ v
 
     sites = find_sites(nn.Sequential(Guarded(lambda _, z: z), Odd(lambda _, z: z)), x())
     assert [site.name for site in sites] == (["0", "1"] if is_read else ["1"])

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import gc
-import threading
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from tests.attention import Joint, written_causal
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-import qkeel
 from qkeel.capture import named_attention
 from qkeel.capture.intercept import CaptureMode
 from qkeel.capture.readers import SDPA
 from qkeel.sites import Tap, find_sites
 
 PASSES = range(8)  # 0, 1, 2 and 4 are searched everywhere
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def by_name(q, k, v):
@@ -32,12 +28,6 @@ def by_name(q, k, v):
 
 def by_reference(q, k, v):
     return SDPA(q, k, v, is_causal=True)
-
-
-def by_hand(q, k, v):
-    scores = q @ k.mT / q.shape[-1] ** 0.5
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
 
 
 def by_upper_left(q, k, v):
@@ -68,24 +58,15 @@ def in_a_checkpoint(q, k, v):
     return checkpoint(by_name, q, k, v, use_reentrant=False)
 
 
-class Layer(nn.Module):
-    """Attention of 4 heads, by whatever `attend` holds."""
+class Layer(Joint):
+    """Attention of 4 heads, by whatever `attend` holds, that notes its largest causal logits."""
 
     def __init__(self, attend=by_name):
-        super().__init__()
-        self.qkv = nn.Linear(32, 96)
-        self.attend = attend
-        self.largest = torch.empty(0)
+        super().__init__(attend, 32, 4)
 
     def forward(self, x):
-        q, k, v = (
-            y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
-        )
-        # The oracle: the largest causal logit of each head.
-        logits = (q.double() @ k.double().mT / 8**0.5).detach()
-        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
-        self.largest = logits.masked_fill(hidden, -torch.inf).amax((0, 2, 3))
-        return x + self.attend(q, k, v).transpose(1, 2).flatten(2)
+        self.noted = self.largest(x, ~torch.ones(x.shape[1], x.shape[1]).triu(1).bool())
+        return x + super().forward(x)
 
 
 def stack(*attends):
@@ -142,7 +123,7 @@ def check(model, tap, *, silent=None):
     layers = dict(model.named_children())
     assert set(stats) == set(layers) - (silent or set())
     for name, x in stats.items():
-        expected = layers[name].largest.float()
+        expected = layers[name].noted.float()
         torch.testing.assert_close(x.max_logit, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -160,7 +141,7 @@ def test_calls_by_name_are_read_without_a_callback_for_each_torch_function(
 
 
 @pytest.mark.parametrize(
-    "attend", [by_reference, by_hand, by_upper_left, by_lower_right, in_a_mode]
+    "attend", [by_reference, written_causal, by_upper_left, by_lower_right, in_a_mode]
 )
 def test_calls_in_another_way_are_read_in_every_pass(tapped, attend):
     model = stack(by_name, attend)
@@ -171,7 +152,7 @@ def test_calls_in_another_way_are_read_in_every_pass(tapped, attend):
 
 
 @pytest.mark.parametrize(
-    "attend", [by_reference, by_hand, by_lower_right, in_a_mode, in_a_checkpoint]
+    "attend", [by_reference, written_causal, by_lower_right, in_a_mode, in_a_checkpoint]
 )
 def test_a_model_that_changes_its_way_is_searched_again_at_once(tapped, attend):
     """The pass of the change has no numbers of that layer, rather than wrong ones; all others have theirs."""
@@ -183,17 +164,6 @@ def test_a_model_that_changes_its_way_is_searched_again_at_once(tapped, attend):
             model[1].attend = attend
         model(batch(i))
         check(model, tap, silent={"1"} if i == 5 and not is_seen else None)
-
-
-def test_a_mode_around_the_model_keeps_the_callbacks(tapped):
-    model = stack(by_name, by_name)
-    tap = tapped(model)
-    for i in PASSES:
-        with ExitStack() as around:
-            if i >= 5:
-                around.enter_context(torch.device("cpu"))  # a mode of torch's own
-            model(batch(i))
-        check(model, tap)
 
 
 def test_a_model_that_goes_to_and_fro_is_lost_in_one_pass_only(tapped):
@@ -221,50 +191,8 @@ def test_somebody_elses_function_under_the_name_is_read_as_what_it_calls(
         model(batch(i))
         if i >= 5:
             for layer in model:
-                layer.largest = layer.largest * factor
+                layer.noted = layer.noted * factor
         check(model, tap)
-
-
-def test_two_taps_of_one_model_both_read_its_calls(callbacks):
-    model = stack(by_name, by_name)
-    with Tap(model) as first:
-        model(batch(0))
-        with Tap(model) as second:  # searched everywhere while the first reads names
-            for i in range(7):
-                callbacks.clear()
-                model(batch(i))
-                for tap in (first, second):
-                    stats = {name: x.max_logit for name, x in tap.take("train").items()}
-                    for name, layer in model.named_children():
-                        torch.testing.assert_close(
-                            stats[name], layer.largest.float(), rtol=1e-5, atol=1e-6
-                        )
-            assert not callbacks
-
-
-def test_models_in_two_threads_are_read_apart():
-    models = [stack(by_name, by_name), stack(by_name, by_reference)]
-    faults: list[BaseException] = []
-
-    def run(model, seed):
-        try:
-            with Tap(model) as tap:
-                for i in range(12):
-                    model(batch(seed + i))
-                    check(model, tap)
-        except BaseException as fault:
-            faults.append(fault)
-
-    threads = [
-        threading.Thread(target=run, args=(model, 100 * i))
-        for i, model in enumerate(models)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not faults
-    assert F.scaled_dot_product_attention is SDPA
 
 
 def test_a_pass_that_fails_gives_the_name_back_and_the_next_is_read(
@@ -279,94 +207,3 @@ def test_a_pass_that_fails_gives_the_name_back_and_the_next_is_read(
             assert F.scaled_dot_product_attention is SDPA
         model(batch(i))
         check(model, tap)
-
-
-def test_a_call_that_the_model_kept_from_a_watched_pass_goes_on(tapped):
-    """A module that imports the name during its forward holds the stand-in."""
-    model = stack(by_name, by_name)
-    held: list[Any] = []
-
-    def attend(q, k, v):
-        if not held:
-            held.append(F.scaled_dot_product_attention)
-        return held[0](q, k, v, is_causal=True)
-
-    model[1].attend = attend
-    tap = tapped(model)
-    for i in PASSES:
-        model(batch(i))
-        check(model, tap)
-    tap.remove()
-    assert torch.equal(model(batch(1)), stack(by_name, by_name)(batch(1)))
-
-
-def test_reading_by_name_changes_no_bit_of_the_training():
-    weights = []
-    for is_watched in (False, True):
-        model = stack(by_name, by_reference, by_name)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        with ExitStack() as undo:
-            if is_watched:
-                undo.enter_context(qkeel.watch(model, optimizer))
-                handle = qkeel.apply(model, "qk_clip:threshold=100", optimizer)
-                undo.callback(handle.remove)
-            for i in PASSES:
-                model(batch(i)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        weights.append([p.detach().clone() for p in model.parameters()])
-    assert all(map(torch.equal, *weights))
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize(
-    ("attend", "part"),
-    [
-        (by_name, "around"),
-        (by_hand, "around"),
-        (by_name, "inside"),
-        (by_reference, "inside"),
-    ],
-)
-def test_functions_that_are_compiled_next_to_attention_go_on(attend, part):
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        torch.relu if part == "around" else attend, backend="eager"
-    )
-    model = stack(attend, attend)
-    model[1].attend = (
-        compiled
-        if part == "inside"
-        else lambda q, k, v: attend(compiled(q), compiled(k), compiled(v))
-    )
-    expected = [model(batch(i)) for i in PASSES]
-    with Tap(model) as tap:
-        for i in PASSES:
-            assert torch.equal(model(batch(i)), expected[i])
-            layers = {"0", "1"} if part == "around" else {"0"}
-            assert layers <= set(tap.read())
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_what_is_compiled_in_an_observed_pass_holds_torchs_own_function(
-    monkeypatch,
-):
-    # Nobody asks for bounds here, whatever clips other tests have left.
-    monkeypatch.setattr(named_attention, "_users", [0])
-    graphs: list[Any] = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    compiled = torch.compile(by_name, backend=backend)
-    model = stack(by_name, compiled)
-    with named_attention.name_held():
-        compiled(*torch.randn(3, 2, 4, 7, 8))
-    with Tap(model):
-        for i in range(6):
-            assert torch.isfinite(model(batch(i))).all()
-    assert graphs
-    called = {node.target for graph in graphs for node in graph.graph.nodes}
-    assert not any("qkeel" in str(target) for target in called)

@@ -2,28 +2,18 @@
 
 import pytest
 import torch
+from tests.attention import Joint
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
 from qkeel.errors import QkeelWarning
 
 
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        q, k = self.q(x)[:, None], self.k(x)[:, None]
-        return scaled_dot_product_attention(q, k, k)[:, 0]
-
-
 class Model(nn.Module):
     def __init__(self, *, reentrant=None):
         super().__init__()
-        self.encoder, self.head, self.reentrant = Encoder(), nn.Linear(8, 8), reentrant
+        self.encoder, self.head, self.reentrant = Joint(), nn.Linear(8, 8), reentrant
 
     def forward(self, x):
         if self.reentrant is None:

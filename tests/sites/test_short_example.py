@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import Attention
 from torch import nn
 
 from qkeel import find_sites
@@ -20,24 +21,14 @@ PASSES = collections.defaultdict(list)
 NUMBERS = itertools.count()
 
 
-class Heads(nn.Module):
+class Heads(Attention):
     """Self-attention of tokens [b t], and what its passes were."""
 
-    def __init__(
-        self,
-        change=lambda m, x: x,
-        *,
-        norm=False,
-    ):
-        super().__init__()
+    def __init__(self, change=lambda m, x: x, *, norm=False):
         torch.manual_seed(0)
+        super().__init__(m=H * D, heads=H)
         self.change, self.norm, self.number = change, norm, next(NUMBERS)
-        self.embed, self.q, self.k = (
-            nn.Embedding(20, H * D),
-            nn.Linear(H * D, H * D),
-            nn.Linear(H * D, H * D),
-        )
-        self.batch_norm = nn.BatchNorm1d(H * D)
+        self.embed, self.batch_norm = nn.Embedding(20, H * D), nn.BatchNorm1d(H * D)
         self.gain = nn.Parameter(torch.rand(D))
 
     def note(self, *facts):
@@ -46,22 +37,18 @@ class Heads(nn.Module):
     def passes(self):
         return PASSES[self.number]
 
-    def attend(self, x, mask=None):
-        q, k = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k))
+    def attended(self, x, mask=None):
+        q, k, _ = self.heads(x)
         if self.norm:
             q, k = (F.rms_norm(y, (D,), self.gain) for y in (q, k))
-        return (
-            F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
-            .transpose(1, 2)
-            .flatten(2)
-        )
+        y = F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
+        return y.transpose(1, 2).flatten(2)
 
     def forward(self, tokens, mask=None):
         self.note(tuple(tokens.shape), torch.is_grad_enabled())
         x = F.dropout(self.batch_norm(self.embed(tokens).mT).mT, 0.1)
-        return self.attend(
-            self.change(self, x), mask if mask is None else mask[:, None, None].bool()
-        )
+        seen = mask if mask is None else mask[:, None, None].bool()
+        return self.attended(self.change(self, x), seen)
 
 
 def tokens():
@@ -79,7 +66,7 @@ def longer_than_positions(m, x):
 
 
 def twice(m, x):
-    return m.attend(x) if x.shape[1] > 50 else x
+    return m.attended(x) if x.shape[1] > 50 else x
 
 
 def test_the_beginning_of_two_sequences_is_enough():
@@ -117,26 +104,6 @@ def test_where_padding_comes_first_the_rows_are_whole():
     assert kept(Heads(), mask)[-1] == (2, T)
 
 
-def test_heads_that_are_merged_with_the_batch_are_told_from_it_by_two_rows():
-    class Merged(Heads):
-        def attend(self, x, mask=None):
-            q, k = (
-                p(x).unflatten(-1, (H, D)).permute(2, 0, 1, 3).flatten(0, 1)
-                for p in (self.q, self.k)
-            )
-            return (
-                ((q @ k.mT).softmax(-1) @ k)
-                .unflatten(0, (H, -1))
-                .permute(1, 2, 0, 3)
-                .flatten(2)
-            )
-
-    model = Merged()
-    assert kept(model)[-1] == (2, TOKENS)
-    (site,) = find_sites(model, tokens())
-    assert (site.n_heads, str(site.layout)) == (H, "(h b) t s")
-
-
 def test_a_model_that_depends_on_its_batch_gets_all_of_it():
     def rows(m, x):
         return x[torch.arange(B).flip(0)]
@@ -150,15 +117,6 @@ def parts(*inputs, batch=B):
         name="", module=nn.Identity(), parent=None, batch=batch, inputs=inputs
     )
     return [(part.samples, part.tokens) for part in parts_of_arguments(call)]
-
-
-def test_what_may_be_tokens_or_samples_is_shortened():
-    ids, states = tokens(), torch.randn(B, T, 8)
-    assert parts(ids) == parts(states) == [(SAMPLES, T), (SAMPLES, 0), (0, 0)]
-    # Which of both dimensions is the sequence?
-    assert parts(torch.randn(B, T, T)) == [(SAMPLES, 0), (0, 0)]
-    assert parts(torch.ones(1, TOKENS), batch=1) == [(0, 0)]
-    assert parts(torch.ones(1, T), batch=1) == [(0, T), (0, 0)]
 
 
 def test_off_the_cpu_nothing_is_cut_where_a_number_may_be_the_place_of_a_token():

@@ -12,12 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.capture.calls import ScoresCall, call_logsumexp
 
 from .sparse_models import (
     DSA,
     B,
-    Compressed,
     M,
     Model,
     Sparse,
@@ -28,8 +26,6 @@ from .sparse_models import (
 MODELS: dict[str, tuple[Callable[[], Sparse], dict[str, str]]] = {
     "dsa, written out": (lambda: DSA(fused=False), {"a": "sparse"}),
     "dsa, fused": (lambda: DSA(fused=True), {"a": "sparse"}),
-    "csa": (lambda: Compressed(m=4, top=2), {"a": "compressed"}),
-    "hca": (lambda: Compressed(m=6, top=None), {"a": "compressed"}),
 }
 
 
@@ -67,53 +63,6 @@ def test_statistics_are_those_of_float64_over_the_keys_that_are_reached(
                     )
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_each_branch_has_the_type_that_was_seen(name):
-    model, x = built(name)
-    sites = qkeel.find_sites(model, x)
-    assert {site.name: site.layer_type for site in sites} == MODELS[name][1]
-    assert sites.missed == ()
-    with qkeel.watch(model) as monitor:
-        model(x)
-    assert monitor.sample is not None
-    assert monitor.sample.types == MODELS[name][1]
-
-
-@pytest.mark.parametrize("name", ["csa", "hca"])
-def test_a_sink_column_that_is_written_out_has_a_gate(name):
-    model, x = built(name)
-    with qkeel.watch(model, stats="all+gates") as monitor:
-        model(x)
-    assert monitor.sample is not None
-    heads, truth = monitor.sample.heads, model.a.truth()["a"]  # type: ignore[operator]
-    lse = np.log(np.exp(truth.logits).sum(-1))
-    gates = 1 / (1 + np.exp(truth.sink[:, None] - lse))
-    np.testing.assert_allclose(heads["sink_logit"][0], truth.sink, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(heads["gate_mean"][0], gates.mean((0, 2)), rtol=2e-5)
-    np.testing.assert_allclose(
-        heads["gate_std"][0], gates.std((0, 2)), rtol=1e-4, atol=1e-6
-    )
-    np.testing.assert_allclose(
-        heads["lse_mean"][0], lse.mean((0, 2)), rtol=2e-5, atol=1e-5
-    )
-
-
-def test_a_row_that_sees_one_key_and_a_sink_has_an_entropy():
-    z, sink = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1)
-    call = ScoresCall(
-        spec=qkeel.AttentionSpec(),
-        logits=z,
-        capped=z,
-        hidden=None,
-        q=None,
-        k=None,
-        sink=sink,
-    )
-    stats = qkeel.capture.calls.statistics(call)
-    assert stats.entropy.item() == pytest.approx(np.log(2))
-    assert call_logsumexp(call).item() == 0.0
-
-
 # --- Indexers
 
 
@@ -145,35 +94,6 @@ def test_an_indexers_scores_are_measured_with_its_layer(name):
             assert np.isnan(heads["index_max_logit"][0, 1:]).all()
 
 
-def test_choices_of_blocks_are_seen_too():
-    model, x = built("csa")
-    with qkeel.watch(model) as monitor:
-        model(x)
-    assert [one.name for one in monitor.sites.indexers] == ["a#index"]
-    assert monitor.sample is not None
-    values = monitor.sample.heads["index_max_logit"][0]
-    assert np.isfinite(values).sum() == 1
-    assert "index max" in monitor.table()
-
-
-def test_scores_that_go_into_a_softmax_are_no_indexer():
-    class Best(nn.Module):
-        """Keys under the fourth largest score of a row are hidden."""
-
-        def __init__(self):
-            super().__init__()
-            self.q, self.k = nn.Linear(M, M), nn.Linear(M, M)
-
-        def forward(self, x):
-            z = self.q(x) @ self.k(x).mT
-            least = z.topk(4, dim=-1).values[..., -1:]
-            return z.masked_fill(z < least, -torch.inf).softmax(-1) @ x
-
-    sites = qkeel.find_sites(Best(), torch.randn(B, T, M))
-    assert [site.layer_type for site in sites] == ["sparse"]
-    assert not sites.indexers
-
-
 def test_a_router_of_experts_is_no_indexer():
     class Routed(nn.Module):
         def __init__(self):
@@ -190,23 +110,6 @@ def test_a_router_of_experts_is_no_indexer():
             return x + self.experts[best[0]].sum(-2) + self.experts[best[1]].sum(-2)
 
     assert not qkeel.find_sites(Routed(), torch.randn(B, T, M)).indexers
-
-
-def test_remedies_act_on_attention_beside_an_indexer_as_on_any_other():
-    model, x = built("dsa, written out")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [p.detach().clone() for p in (model.a.iq.weight, model.a.ik.weight)]  # type: ignore[union-attr]
-    handle = qkeel.apply(model, "qk_clip:threshold=0.1", optimizer, batch=x)
-    model(x).square().mean().backward()
-    model.a.iq.weight.grad = model.a.ik.weight.grad = None  # type: ignore[union-attr]
-    optimizer.step()
-    with qkeel.watch(model) as monitor:
-        model(x)
-    handle.remove()
-    assert monitor.sample is not None
-    assert monitor.sample.overall("max_logit") < 0.5
-    for old, new in zip(before, (model.a.iq.weight, model.a.ik.weight)):  # type: ignore[union-attr]
-        assert torch.equal(old, new)
 
 
 # --- The models of transformers
@@ -290,38 +193,3 @@ def test_deepseek_v4_of_transformers_is_seen_as_its_own_weights_say(
     expected = index.masked_fill(~reached, -torch.inf).amax().item()
     assert sample.heads["index_max_logit"][1, 0] == pytest.approx(expected, rel=1e-5)
     assert np.isnan(sample.heads["index_max_logit"][[0, 2]]).all()
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_deepseek_v32_of_transformers_is_sparse_and_has_indexers(
-    transformers, implementation
-):
-    config = getattr(transformers, "DeepseekV32Config", None)
-    if config is None:
-        pytest.skip("this version has no DeepSeek-V3.2")
-    settings = config(
-        vocab_size=50, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
-        n_group=1, topk_group=1, kv_lora_rank=8, q_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8,
-        index_n_heads=2, index_head_dim=8, index_topk=6, first_k_dense_replace=1,
-    )  # fmt: skip
-    settings._attn_implementation = implementation
-    torch.manual_seed(0)
-    model, ids = (
-        transformers.DeepseekV32ForCausalLM(settings),
-        torch.randint(0, 50, (2, 24)),
-    )
-    sites = qkeel.find_sites(model, ids)
-    assert [(site.layer_type, site.origin, site.verified) for site in sites] == 2 * [
-        ("sparse", "latent", True)
-    ]
-    assert [one.name.removesuffix("#index") for one in sites.indexers] == [
-        site.name for site in sites
-    ]
-    short = qkeel.find_sites(model, ids[:, :6])  # every key is among the six best
-    assert [site.layer_type for site in short] == ["latent", "latent"]
-    with qkeel.watch(model, sites=sites, stats="all+chosen") as monitor:
-        for _ in range(3):
-            model(ids)
-            assert monitor.sample is not None
-            assert np.isfinite(monitor.sample.heads["index_entropy"][:, 0]).all()

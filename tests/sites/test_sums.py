@@ -9,7 +9,7 @@ from torch import nn
 from qkeel import find_sites
 from qkeel.sites import Tap
 
-from .sums import SUMS, UNKNOWN, H, Sum, T, batch, made, unknown
+from .sums import SUMS, UNKNOWN, H, T, batch, made, unknown
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -58,30 +58,6 @@ def test_a_part_that_is_not_known_is_named_and_statistics_are_right_all_the_same
     )
 
 
-def test_features_that_two_activations_made_are_no_scores():
-    """Hidden states mixed by coefficients of their own, as Gemma 3n's AltUp has it, go through projections."""
-
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.coefficients, self.attention = (
-                nn.Linear(32, 4),
-                Sum(SUMS["two"][0], "q1", "k1", "q2", "k2"),
-            )
-
-        def forward(self, x):
-            streams = torch.stack([x, x.roll(1, 1)], -1)
-            return self.attention(
-                (streams @ self.coefficients(x).unflatten(-1, (2, 2)))[..., 0]
-            )
-
-    (site,) = find_sites(Mixed(), batch())
-    assert [t.query[0].parameter for t in site.terms] == [
-        "attention.q1.weight",
-        "attention.q2.weight",
-    ]
-
-
 def test_a_table_that_is_read_outside_the_module_is_a_term():
     """SpeechT5's encoder makes the keys of distances once for all layers."""
 
@@ -113,58 +89,3 @@ def test_a_table_that_is_read_outside_the_module_is_a_term():
             "table.weight",
         ]
         assert (site.n_heads, site.head_dim, str(site.layout)) == (H, 8, "(b h) t s")
-
-
-def rotated(x, positions):
-    angles = positions[:, None] * 100 ** -torch.arange(0, 1, 0.5).repeat(2)
-    first, second = x.chunk(2, -1)
-    turned = torch.cat([-second, first], -1)
-    angles = angles.repeat(1, x.shape[-1] // angles.shape[-1])
-    return x * angles.cos() + turned * angles.sin()
-
-
-class ReRoPE(nn.Module):
-    """As its author writes it for Llama: the scores of near keys and those of far keys, which one mask chooses from."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(32, 32, bias=False) for _ in range(3))
-        self.z = torch.zeros(())
-
-    def forward(self, x):
-        q, k, v = (
-            p(x).unflatten(-1, (H, 8)).transpose(1, 2) for p in (self.q, self.k, self.v)
-        )
-        at = torch.arange(T, dtype=x.dtype)
-        near = torch.matmul(rotated(q, at), rotated(k, at).transpose(2, 3)) / 8**0.5
-        far = (
-            torch.matmul(rotated(q, torch.full_like(at, 2.0)), k.transpose(2, 3))
-            / 8**0.5
-        )
-        scores = torch.where((at[:, None] - at).abs() < 2, near, far)
-        scores = scores + torch.full((T, T), torch.finfo(x.dtype).min).triu(1)
-        self.z = scores.detach()
-        return (
-            (nn.functional.softmax(scores, dim=-1, dtype=torch.float32) @ v)
-            .transpose(1, 2)
-            .flatten(2)
-        )
-
-
-def test_scores_that_a_mask_chooses_from_two_products_of_the_same_weights_have_one_term():
-    torch.manual_seed(0)
-    model, x = ReRoPE(), batch()
-    (site,) = find_sites(model, x)
-    assert [(t.query[0].parameter, t.key[0].parameter) for t in site.terms] == [
-        ("q.weight", "k.weight")
-    ]
-    assert (site.n_heads, site.head_dim, site.verified, site.why) == (H, 8, True, "")
-    with torch.no_grad(), Tap(model) as tap:
-        model(x)
-        (stats,) = tap.read().values()
-    visible = torch.ones(T, T, dtype=torch.bool).tril()
-    z = model.z.double().masked_fill(~visible, -torch.inf)
-    torch.testing.assert_close(stats.max_logit.double(), z.amax((0, 2, 3)))
-    entropy = torch.special.entr(z.softmax(-1)).sum(-1).mean((0, 2))
-    torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
-    assert stats.n_pairs.tolist() == [2 * int(visible.sum())] * H

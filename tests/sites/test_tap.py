@@ -1,21 +1,13 @@
 """The tap sees what passes, changes nothing, and lets go."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from qkeel import preset
-from qkeel.functional.statistics import TENSORS, merge
-from qkeel.kernels.statistics import logit_stats
-from qkeel.nn import MLA, Attention, Decoder, DecoderConfig, KVCache
-from qkeel.sites import Tap, find_sites
-from qkeel.spec import AttentionCall
-
-FIELDS = list(TENSORS)
+from qkeel.nn import Decoder, DecoderConfig
+from qkeel.sites import Tap
 
 
 def decoder(**choices):
@@ -33,59 +25,6 @@ def tokens(seed=0):
     return torch.randint(11, (2, 6), generator=torch.Generator().manual_seed(seed))
 
 
-def same(a, b):
-    return all(torch.equal(getattr(a, f), getattr(b, f)) for f in FIELDS)
-
-
-def test_a_tap_reads_the_statistics_of_every_site():
-    model, calls = decoder(), []
-    sites = find_sites(model)
-    for site in sites:
-        site.module.observers.append(calls.append)  # type: ignore[union-attr]
-    with Tap(model) as tap:
-        model(tokens())
-        stats = tap.read()
-    assert (
-        list(stats)
-        == ["blocks.0.attention", "blocks.1.attention"]
-        == [s.name for s in sites]
-    )
-    assert all(isinstance(c, AttentionCall) for c in calls)
-    for name, call in zip(stats, calls):
-        assert same(stats[name], logit_stats(call))
-
-
-def test_reading_starts_anew_and_calls_between_reads_merge():
-    model = decoder()
-    with Tap(model) as tap:
-        model(tokens(0))
-        first = tap.read()
-        assert tap.read() == {}
-        model(tokens(1))
-        second = tap.read()
-        model(tokens(0))
-        model(tokens(1))
-        both = tap.read()
-    for name in both:
-        assert same(both[name], merge(first[name], second[name]))
-
-
-def test_after_remove_nothing_is_watched_and_a_second_tap_is_its_own():
-    model = decoder()
-    one, other = Tap(model), Tap(model)
-    model(tokens())
-    one.remove()
-    one.remove()
-    assert not one.active
-    before = other.read()
-    model(tokens())
-    assert len(one.read()) == 2  # what it saw before it was removed
-    assert one.read() == {}
-    assert all(same(before[n], s) for n, s in other.read().items())
-    other.remove()
-    assert all(site.module.observers == [] for site in find_sites(model))  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_when_training_only_passes_that_can_be_trained_count(training):
     model = decoder().train(training)
@@ -95,56 +34,6 @@ def test_when_training_only_passes_that_can_be_trained_count(training):
         assert tap.read() == {}
         model(tokens()).sum().backward()
         assert len(tap.read("train")) == 2
-
-
-def test_statistics_carry_no_graph():
-    model = decoder()
-    with Tap(model) as tap:
-        model(tokens()).sum().backward()
-        for stats in tap.read().values():
-            assert not any(getattr(stats, f).requires_grad for f in FIELDS)
-
-
-@torch.no_grad()
-def test_a_tap_sees_cached_and_latent_attention():
-    model, caches = decoder(), [KVCache(), KVCache()]
-    with Tap(model) as tap:
-        model(tokens()[:, :4], caches=caches)
-        tap.read()
-        model(tokens()[:, 4:5], caches=caches)
-        for stats in tap.read().values():
-            assert stats.n_queries.tolist() == [2] * 4
-            assert stats.n_pairs.tolist() == [10] * 4
-    model = MLA(16, 4)
-    with Tap(model) as tap:
-        assert tap.read() == {}
-        model(torch.randn(1, 3, 16))
-        assert tap.read()[""].n_pairs.tolist() == [6] * 4
-
-
-def test_a_copy_of_a_tapped_model_is_untapped():
-    model = decoder()
-    with Tap(model) as tap:
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            twin(tokens())
-            assert tap.read() == {}
-
-
-def test_a_tap_on_a_model_that_computes_no_attention_reads_nothing():
-    model = nn.Linear(2, 2)
-    with Tap(model) as tap:
-        model(torch.ones(1, 2))
-        assert tap.read() == {}
-
-
-def test_a_module_used_twice_is_one_site_and_its_calls_merge():
-    attention = Attention(8, 2)
-    model = nn.Sequential(attention, attention)
-    with Tap(model) as tap:
-        model(torch.randn(1, 3, 8))
-        stats = tap.read()
-        assert list(stats) == ["0"]
-        assert stats["0"].n_queries.tolist() == [6, 6]
 
 
 class _SelfAttention(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.sites.models import CASES, SCALE, D, H, Heads, Images, M, T
+from tests.sites.models import CASES, SCALE, D, H, Heads, M, T
 from torch import nn
 
 from qkeel import apply, find_sites
@@ -66,30 +66,6 @@ def test_rows_that_do_not_make_the_logits_alone_are_not_changed(name, remedy):
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
-def test_a_remedy_on_the_call_needs_no_weights():
-    model = Scored(talking)
-    with apply(model, "softcap:cap=3", batch=x()):
-        assert model(x()).isfinite().all()
-
-
-class FirstPlace(nn.Module):
-    """RvT's: the class token passes by the convolution."""
-
-    def __init__(self):
-        super().__init__()
-        self.project = nn.Conv2d(M, H * D, 1)
-
-    def forward(self, x):
-        return torch.cat((x[:, :, :1], self.project(x[:, :, 1:])), 2)
-
-
-def test_a_place_that_is_not_projected_is_told():
-    model = Images()
-    model.query = FirstPlace()  # type: ignore[assignment]
-    (site,) = find_sites(model, CASES["convolutions"].x())
-    assert "from other weights" in site.unverified
-
-
 @pytest.mark.parametrize("in_graph", [True, False])
 def test_a_mask_of_a_fused_function_may_be_a_product(in_graph):
     class Masked(Heads):
@@ -110,49 +86,6 @@ def test_a_mask_of_a_fused_function_may_be_a_product(in_graph):
     assert site.verified == in_graph
 
 
-def test_positions_that_the_model_gives_to_a_layer_are_no_part_of_its_input():
-    """XLNet's: a bias that is added to the query meets projected positions."""
-
-    class Layer(Heads):
-        def __init__(self):
-            super().__init__()
-            self.r = nn.Linear(M, H * D)
-
-        def forward(self, x, positions):  # type: ignore[override]
-            q, k, v = (y.transpose(1, 2) for y in self.operands(x))
-            r = self.r(positions).unflatten(-1, (H, D)).transpose(1, 2)
-            z = q @ k.mT + (q + self.gain) @ r.mT
-            return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer, self.positions = Layer(), torch.randn(1, T, M)
-
-        def forward(self, x):
-            return self.layer(x, self.positions)
-
-    (site,) = find_sites(Model(), x())
-    assert (site.verified, len(site.terms)) == (True, 2)
-
-
-def stack(*layers):
-    for seed, layer in enumerate(layers):
-        torch.manual_seed(seed)
-        for p in layer.parameters():
-            nn.init.normal_(p, std=0.2)
-    return nn.Sequential(*layers)
-
-
-def test_a_layer_that_is_called_again_and_one_that_shares_its_weights_are_confirmed():
-    layer, other = Heads(), Heads()
-    other.q.weight = layer.q.weight
-    sites = find_sites(stack(layer, layer, other), x())
-    assert [site.verified for site in sites] == [True, True]
-    assert [site.query[0].parameter for site in sites] == ["0.q.weight"] * 2
-
-
 def test_weights_that_are_unknown_are_not_verified_and_own_modules_need_no_search():
     class Sum(nn.Module):
         def forward(self, x):
@@ -162,17 +95,6 @@ def test_weights_that_are_unknown_are_not_verified_and_own_modules_need_no_searc
     assert (site.terms, site.verified, site.unverified) == ((), False, "")
     assert site.why
     assert [site.verified for site in find_sites(Attention(16, 4))] == [True]
-
-
-def test_norms_behind_convolutions_refuse_what_scales_rows():
-    model = Images()
-    model.query = nn.Sequential(nn.Conv2d(M, H * D, 1), nn.GroupNorm(H, H * D))
-    image = CASES["convolutions"].x()
-    (site,) = find_sites(model, image)
-    assert (site.verified, site.normed) == (True, True)
-    for remedy in ("lalr", "qk_clip"):
-        with pytest.raises(RefusedError, match="a norm"):
-            apply(model, remedy, torch.optim.SGD(model.parameters()), batch=image)
 
 
 def test_heads_that_share_some_rows_of_a_weight_are_unknown():

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import Joint
 from torch import Tensor, nn
 
 import qkeel
@@ -20,17 +21,14 @@ OUTPUTS: dict[int, Tensor] = {}
 NUMBER = 0
 
 
-class Layer(nn.Module):
+class Layer(Joint):
     def __init__(self):
-        super().__init__()
-        self.qkv, self.o = nn.Linear(16, 48), nn.Linear(16, 16)
+        super().__init__(m=16)
+        self.o = nn.Linear(16, 16)
 
     def forward(self, x):
         CALLS.append(len(x))
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        return x + self.o(
-            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        )
+        return x + self.o(super().forward(x))
 
 
 class Normed(Layer):
@@ -40,11 +38,9 @@ class Normed(Layer):
         super().__init__()
         self.gain = nn.Parameter(torch.rand(8) + 0.5)
 
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        q, k = (F.rms_norm(y, (8,), self.gain) for y in (q, k))
-        y = F.scaled_dot_product_attention(q, k, v)
-        return x + self.o(y.transpose(1, 2).flatten(2))
+    def heads(self, x):
+        q, k, v = super().heads(x)
+        return *(F.rms_norm(y, (8,), self.gain) for y in (q, k)), v
 
 
 class Store:
@@ -297,6 +293,27 @@ def test_hooks_for_saved_tensors_see_the_users_passes_alone():
         return shapes
 
     assert saved(is_watched=True) == saved(is_watched=False)
+
+
+def test_a_hook_that_the_first_pass_registers_is_there_once_after_a_search():
+    class Registering(Layer):
+        is_ready = False
+
+        def forward(self, x):
+            if not self.is_ready:
+                self.is_ready = True
+                self.o.register_forward_hook(
+                    lambda *_: calls.append(1), always_call=True
+                )
+            return super().forward(x)
+
+    model, calls, x = Registering(), [], torch.randn(2, 5, 16)
+    qkeel.find_sites(model, x)
+    assert not model.o._forward_hooks
+    assert not model.o._forward_hooks_always_called
+    calls.clear()
+    model(x)
+    assert calls == [1]
 
 
 def weights_by_hand(x):

@@ -1,10 +1,7 @@
 """The type of a layer by the keys that its queries reach."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 
 from qkeel.capture.calls import ScoresCall
 from qkeel.capture.visible_sets import VisibleSets, told_apart, visible_sets
@@ -12,7 +9,6 @@ from qkeel.spec import AttentionSpec, SlidingWindow
 from qkeel.spec.call import band_call, make_call
 
 T = 12
-Pairs = Callable[[Tensor, Tensor], Tensor]
 
 
 def pairs(f, s=T):
@@ -114,57 +110,6 @@ def test_the_type_is_that_of_the_visible_sets(name, written, monkeypatch):
     )  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(
-    ("name", "visible"),
-    [("causal", "full"), ("all", "full"), ("sliding window", "window")],
-)
-def test_padding_changes_no_type(side, name, visible):
-    kept = PADDED if side == "left" else PADDED.flip(-1)
-    for mask in (
-        kept[:, None, None] & MASKS[name][0],
-        kept[:, None, None] & kept[:, None, :, None] & MASKS[name][0],
-    ):
-        assert visible_sets(call_of(mask, False)).visible == visible
-
-
-def test_a_window_of_some_heads_or_sequences_is_a_window():
-    mask = torch.stack([pairs(causal), pairs(window)])
-    assert visible_sets(call_of(mask[None], False)).visible == "window"
-    assert visible_sets(call_of(mask[:, None], False)).visible == "window"
-
-
-def test_flags_windows_and_packed_sequences_need_no_mask():
-    x = torch.randn(1, 2, T, 4)
-    plain = make_call(AttentionSpec(), x, x, x)
-    packed = band_call(plain, cu_seqlens=torch.tensor([0, 5, T]))
-    assert visible_sets(plain) == VisibleSets(visible="full", blocks=False, queries=T)
-    assert visible_sets(packed) == VisibleSets(visible="full", blocks=True, queries=T)
-    assert visible_sets(band_call(plain, window=(3, 0))).visible == "window"
-    assert (
-        visible_sets(
-            band_call(plain, window=(2, 0), cu_seqlens=torch.tensor([0, 5, T]))
-        ).visible
-        == "window"
-    )
-    assert (
-        visible_sets(
-            make_call(AttentionSpec(position=SlidingWindow(window=4)), x, x, x)
-        ).visible
-        == "window"
-    )
-
-
-def test_a_window_that_is_longer_than_the_sequence_hides_nothing():
-    x = torch.randn(1, 2, T, 4)
-    assert (
-        visible_sets(
-            make_call(AttentionSpec(position=SlidingWindow(window=T)), x, x, x)
-        ).visible
-        == "full"
-    )
-
-
 def test_fewer_keys_than_queries_are_compressed_unless_they_come_of_another_source():
     q, k = torch.randn(1, 2, T, 4), torch.randn(1, 2, 5, 4)
     call = make_call(AttentionSpec(), q, k, k, causal=False)
@@ -196,3 +141,24 @@ def test_chunks_are_windows_where_another_layer_sees_across_them():
     )
     assert told_apart({"a": chunk, "b": whole}) == {"a": "window", "b": "full"}
     assert told_apart({"a": chunk, "b": chunk}) == {"a": "full", "b": "full"}
+
+
+def test_flags_windows_and_packed_sequences_need_no_mask():
+    x = torch.randn(1, 2, T, 4)
+    plain = make_call(AttentionSpec(), x, x, x)
+    packed = band_call(plain, cu_seqlens=torch.tensor([0, 5, T]))
+    assert visible_sets(plain) == VisibleSets(visible="full", blocks=False, queries=T)
+    assert visible_sets(packed) == VisibleSets(visible="full", blocks=True, queries=T)
+    assert visible_sets(band_call(plain, window=(3, 0))).visible == "window"
+    assert (
+        visible_sets(
+            band_call(plain, window=(2, 0), cu_seqlens=torch.tensor([0, 5, T]))
+        ).visible
+        == "window"
+    )
+    assert (
+        visible_sets(
+            make_call(AttentionSpec(position=SlidingWindow(window=4)), x, x, x)
+        ).visible
+        == "window"
+    )

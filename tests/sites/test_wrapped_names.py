@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from tests.attention import Joint
 from torch import distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -87,20 +88,6 @@ def test_sites_are_known_again_after_modules_were_wrapped(what):
             assert torch.equal(mine[name], value), name
 
 
-def test_sites_have_the_names_that_a_search_in_the_wrapped_model_finds():
-    model = decoder()
-    early = qkeel.find_sites(model, batch(0))
-    model = wrapped(model, "twice")
-    late = qkeel.find_sites(model, batch(0))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for sites in (early, late):
-        with qkeel.watch(model, optimizer, rules=[], sites=sites) as monitor:
-            assert [site.name for site in monitor.sites] == [site.name for site in late]
-            assert [s.parameter for site in monitor.sites for s in site.query] == [
-                s.parameter for site in late for s in site.query
-            ]
-
-
 def test_a_site_that_is_in_no_wrapper_either_is_refused():
     model = decoder()
     sites = Sites(
@@ -112,20 +99,15 @@ def test_a_site_that_is_in_no_wrapper_either_is_refused():
         qkeel.watch(model, torch.optim.AdamW(model.parameters()), sites=sites)
 
 
-class Written(nn.Module):
+class Written(Joint):
     """Attention that is searched for, in a block that fully_shard takes."""
 
     def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        super().__init__(m=16, heads=4)
+        self.out = nn.Linear(16, 16)
 
     def forward(self, x):
-        q, k, v = (
-            y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
-        )
-        return x + self.out(
-            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        )
+        return x + self.out(super().forward(x))
 
 
 @pytest.fixture

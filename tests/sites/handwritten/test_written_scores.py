@@ -1,10 +1,8 @@
 """Scores that are changed in a part of their tensor, in place: hidden pairs, sums, and what is neither."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qkeel import find_sites
 from qkeel.errors import RefusedError
@@ -14,7 +12,6 @@ H, D, M, T = 4, 8, 32, 6
 SEEN = torch.ones(T, T, dtype=torch.bool)
 SEEN[2:, :3] = False  # the last four queries see the last three keys only
 LAST = torch.zeros(4, T).masked_fill(~SEEN[2:], -torch.inf)
-Change = Callable[["Pieces", Tensor, Tensor], Tensor]
 
 
 class Pieces(nn.Module):
