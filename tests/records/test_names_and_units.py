@@ -26,6 +26,8 @@ def test_every_recorded_number_has_a_meaning_and_a_unit():
             assert 0 < len(field.unit) < len(field.meaning), name
     for name in HEAD_FIELDS | STEP_FIELDS | TABLE_COLUMNS:
         assert explain_field(name).endswith("]")
+    for name in ("query_norm", "key_norm"):
+        assert explain_field(name).startswith(HEAD_FIELDS[name].meaning)
     with pytest.raises(UnknownNameError, match="max_logit"):
         explain_field("max_logits")
     assert (field_unit("query_competition"), field_unit("entropy")) == ("1", "nats")

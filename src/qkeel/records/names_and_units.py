@@ -781,12 +781,13 @@ def explain_field(name: str) -> str:
     table: dict[str, Field] = {
         **monitor,
         **EXTRAPOLATION_COLUMNS,
+        # Some are the classes' means of what a head has under the same name, which is what a name means by itself.
+        **TASK_FIELDS,
         **HEAD_FIELDS,
         **LAYER_FIELDS,
         **CLASS_FIELDS,
         **VALUE_FIELDS,
         **BLOCK_FIELDS,
-        **TASK_FIELDS,
         **STEP_FIELDS,
         **TABLE_COLUMNS,
     }
