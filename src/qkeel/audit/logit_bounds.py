@@ -84,11 +84,13 @@ def grams(weight: Tensor, weight_slice: Slice) -> Tensor:
     products = torch.empty(
         len(weight_slice.starts), weight_slice.rows, weight_slice.rows, dtype=wide
     )
+    inner = weight.shape[1 - weight_slice.axis]
+    rows = torch.empty(weight_slice.rows, inner, dtype=wide)
     for product, start in zip(products, weight_slice.starts):
         end = start + weight_slice.rows
-        rows = (
+        rows.copy_(
             weight[start:end] if weight_slice.axis == 0 else weight[:, start:end].mT
-        ).to(wide)
+        )
         torch.mm(rows, rows.mT, out=product)
     return products
 

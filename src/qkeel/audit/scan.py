@@ -208,10 +208,13 @@ def _nothing_known(checkpoint: Checkpoint) -> UnknownNameError:
 def _norm(reader: TensorReader, tensor: StoredTensor) -> tuple[float, int]:
     """Returns the Frobenius norm of the finite values, and the number of other values."""
     total, non_finite = 0.0, 0
+    # One buffer for all chunks: to allocate costs more than to convert.
+    buffer = torch.empty(_CHUNK)
     for weight_slice in reader.parts(tensor):
         for values in weight_slice.split(_CHUNK):
             # `dot` adds up in the dtype of its operands, which in 16 bits is too coarse.
-            wide = values if values.dtype.itemsize >= 4 else values.float()
+            is_wide = values.dtype.itemsize >= 4
+            wide = values if is_wide else buffer[: len(values)].copy_(values)
             square = float(wide.dot(wide))
             # Counting is slow, so it is done only where the sum says that something is wrong.
             # NaN, infinity, or a square beyond float32.
