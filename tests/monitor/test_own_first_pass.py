@@ -88,7 +88,7 @@ def trained(
         {"checkpointed": "again", "attend": written},
         {"first_without_gradients": True},
     ],
-    ids=str,
+    ids=lambda setting: "+".join(setting),
 )
 def test_the_first_pass_of_the_program_shows_the_weights_of_each_head(setting):
     losses, monitor, calls = trained(True, **setting)
