@@ -17,7 +17,7 @@ def test_the_wheel_holds_code_typing_marker_licence_and_chart_library(
     wheel,
 ):
     names = zipfile.ZipFile(wheel).namelist()
-    assert any(n.endswith("plot.min.js") for n in names)
+    assert any(n.endswith("plot.min.js.xz") for n in names)
     assert any("LICENSE" in n for n in names)
     assert "qkeel/py.typed" in names
     assert {

@@ -1,4 +1,5 @@
-// Bundles entry.js into ../src/qkeel/report/assets/plot.min.js, with the licence of everything that went in.
+// Bundles entry.js into ../src/qkeel/report/assets/plot.min.js.xz, with the licence of everything that went in. Needs xz.
+import {execFileSync} from "node:child_process";
 import {existsSync, readFileSync, writeFileSync} from "node:fs";
 import {build} from "esbuild";
 
@@ -35,4 +36,5 @@ const code = banner + new TextDecoder().decode(result.outputFiles[0].contents);
 if (/<\/script|<!--/i.test(code)) throw new Error("the bundle would end or confuse the script element that holds it");
 
 writeFileSync(target, code);
-console.log(`${target}: ${(code.length / 1024).toFixed(0)} KB, ${licences.size} licence texts`);
+execFileSync("xz", ["-9e", "--force", target]);
+console.log(`${target}.xz, unpacked: ${(code.length / 1024).toFixed(0)} KB, ${licences.size} licence texts`);
