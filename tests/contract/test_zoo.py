@@ -108,21 +108,12 @@ def built(entry: Entry) -> nn.Module:
         return build(entry, "eager")
 
 
-def eager(model: nn.Module, entry: Entry) -> nn.Module:
-    """The model with the implementation that gives weights away; parts of SAM do not take it from the whole."""
-    if entry.class_name != "SamModel":
-        model.set_attn_implementation("eager")
-        return model
-    again = build(entry, "eager")
-    again.load_state_dict(model.state_dict())
-    return again
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", DRAWN)
 def test_every_attention_is_a_site_with_the_entropy_of_its_weights(name: str) -> None:
     entry = ENTRIES[name]
-    model = built(entry)
+    model, reference = built(entry), build(entry, "eager")
+    reference.load_state_dict(model.state_dict())
     batch = entry.maker(model)
     with watch(model) as monitor, torch.no_grad():
         model(**batch)
@@ -131,7 +122,7 @@ def test_every_attention_is_a_site_with_the_entropy_of_its_weights(name: str) ->
         [stats.entropy for stats in read.values()],
         {name.partition("#")[0] for name in read},
     )
-    given = given_away(eager(model, entry), batch, name)
+    given = given_away(reference, batch, name)
     unreturned = UNRETURNED.get(name, (0, ""))[0]
     assert len(given.weights) + unreturned in (
         len(seen),

@@ -19,7 +19,7 @@ from qkeel.capture.intercept import CapturedCall
 from qkeel.patching.autograd import base_of
 from qkeel.sites import AttentionSite, HeadSlice
 from qkeel.sites.run import forward
-from qkeel.sites.search import observer
+from qkeel.sites.search import call_observer
 from qkeel.sites.trace import grouped
 
 _PRODUCTS = frozenset({"linear", "addmm", "matmul", "rmatmul", "mm", "einsum"})
@@ -123,7 +123,7 @@ class OnePass:
                 calls[captured.name] = captured
                 gates.captured(captured.name)
 
-        watcher = observer(self.model, self.sites, keep)
+        watcher = call_observer(self.model, self.sites, keep)
         names = {id(p): name for name, p in self.model.named_parameters() if p.ndim > 1}
         with ExitStack() as undo:
             # A weight that a parametrization computes is computed once, here, so that it can be told by its identity.

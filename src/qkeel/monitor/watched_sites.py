@@ -82,6 +82,8 @@ class WatchedSites:
         self._group, self._is_given = group, given is not None
         self.types: Mapping[str, LayerType] = {}
         self.errors = 0
+        # By name, the place of each site in `all`.
+        self._index: dict[str, int] = {}
         if given is not None:
             self._add(given)
         # By site, of the call with the most queries so far, and whether `types` lacks some of them.
@@ -103,6 +105,7 @@ class WatchedSites:
         known = {site.name for site in self.all}
         self.all += [site for site in sites if site.name not in known]
         self.all.missed, self.all.indexers = sites.missed, sites.indexers
+        self._index = {site.name: i for i, site in enumerate(self.all)}
 
     def find(self) -> None:
         """Begins to look for sites in the pass that is about to begin."""
@@ -179,21 +182,22 @@ class WatchedSites:
     def _compare_heads(self, name: str, call: Seen) -> None:
         """Warns once of a call with other heads than those whose weights are known, as some of the tokens may show."""
         heads = (call.logits if isinstance(call, ScoresCall) else call.q).shape[1]
-        for i, site in enumerate(self.all):
-            if site.name != name or heads == site.n_heads or not site.terms:
-                continue
-            if name in self._told_heads or dist.splits_heads(self.model):
-                continue
-            self._told_heads.add(name)
-            why = f"a call has {heads} heads, and its weights were found for {site.n_heads}"
-            if self.searches:
-                self.all[i] = dataclasses.replace(
-                    site, n_heads=heads, n_kv_heads=heads, terms=(), why=why
-                )
-            caution(
-                f"the heads of {name or 'the model itself'} depend on the input: {why}. Numbers of its weights are not "
-                "those of these heads; watch batches of one length with sites=qkeel.find_sites(model, batch)"
+        if name not in self._index or name in self._told_heads:
+            return
+        site = self.all[self._index[name]]
+        is_known = heads == site.n_heads or not site.terms
+        if is_known or dist.splits_heads(self.model):
+            return
+        self._told_heads.add(name)
+        why = f"a call has {heads} heads, and its weights were found for {site.n_heads}"
+        if self.searches:
+            self.all[self._index[name]] = dataclasses.replace(
+                site, n_heads=heads, n_kv_heads=heads, terms=(), why=why
             )
+        caution(
+            f"the heads of {name or 'the model itself'} depend on the input: {why}. Numbers of its weights are not "
+            "those of these heads; watch batches of one length with sites=qkeel.find_sites(model, batch)"
+        )
 
     def _has_changed(self, name: str, queries: int, digest: Tensor | None) -> bool:
         """Whether the visible keys are other ones than those that showed the type. On an accelerator the digest of the

@@ -37,7 +37,7 @@ from qkeel.remedies.head_norms import (
 )
 from qkeel.remedies.processes import agreed
 from qkeel.sites.find import is_normed
-from qkeel.sites.search import observer, run_once, seen
+from qkeel.sites.search import call_observer, run_once, seen
 from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.trace import OperandNorms
 from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm
@@ -328,7 +328,8 @@ class ChangeNorm(ChangeSpec):
         for projection in placed:
             projection.seen = []
         try:
-            run_once(target.model, *target.batch, observer(target.model, sites, note))
+            observer = call_observer(target.model, sites, note)
+            run_once(target.model, *target.batch, observer)
         finally:
             sizes = [{*(projection.seen or [0])} for projection in placed]
             for projection in placed:
@@ -362,7 +363,7 @@ class ChangeNorm(ChangeSpec):
                             f"{self.name} at {where(site)}: after the norm of the projection, vectors of {side} reach "
                             f"the scores with a mean square of {least:.3g} to {most:.3g}. An operation on {side} in "
                             "between (a sum of several outputs, an activation, a gate, pooling) changes their length, "
-                            f"or the scores are made from another output than the one that is normed, so the norm "
+                            "or the scores are made from another output than the one that is normed, so the norm "
                             "does not bound the logits; use softcap, or qk_clip or lalr, which need no norm"
                         )
 

@@ -531,7 +531,7 @@ def run_once(
         raise _failed(model, error) from error
 
 
-def observer(
+def call_observer(
     model: nn.Module,
     sites: Sequence[AttentionSite],
     report: Callable[[CapturedCall], None],

@@ -184,8 +184,10 @@ def written_out(form: str, method: str, q: Tensor, k: Tensor) -> Tensor:
         q / q.norm(dim=-1, keepdim=True) if normed_q else q,
         k / k.norm(dim=-1, keepdim=True) if normed_k else k,
     )
-    half, logits = DIM // 2, [[-math.inf] * LENGTH for _ in range(LENGTH)]
-    q, k = q.tolist(), k.tolist()
+    half, logits = (
+        DIM // 2,
+        torch.full((LENGTH, LENGTH), -math.inf, dtype=torch.float64),
+    )
     for i in range(LENGTH):
         for j in range(max(0, i - TRAINED + 1) if method == "window" else 0, i + 1):
             factor = scale(form, min(i, TRAINED - 1) if method == "window" else i)
@@ -195,13 +197,13 @@ def written_out(form: str, method: str, q: Tensor, k: Tensor) -> Tensor:
                 factor *= max(1.0, math.log(i + 1) / math.log(TRAINED))
             r, total = distance(method, i, j), 0.0
             for turn, (a, b), (x, y) in zip(
-                angles(method), zip(q[i], q[i][half:]), zip(k[j], k[j][half:])
+                angles(method), zip(q[i], q[i, half:]), zip(k[j], k[j, half:])
             ):
                 total += math.cos(turn * r) * (a * x + b * y) + math.sin(turn * r) * (
                     a * y - b * x
                 )
-            logits[i][j] = factor * total
-    return torch.tensor(logits, dtype=torch.float64)
+            logits[i, j] = factor * total
+    return logits
 
 
 @pytest.mark.parametrize("form", FORMS)

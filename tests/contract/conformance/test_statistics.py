@@ -109,15 +109,25 @@ def _relative(
     relative = (torch.special.entr(p).sum(-1) + torch.special.entr(taken))[free]
     relative = relative / (count[free] + int(sink)).to(weights.dtype).log()
     z = logits[seen]
-    gaps = logits.amax(-1) - logits.masked_fill(~seen, 0.0).sum(-1) / count
     return {
         "normalized_entropy": _mean(relative),
         "sink_share": _mean(p.gather(-1, first)[free]),
-        "logit_gap": _mean(gaps[free]),
-        "logit_spread": gaps[free].max() if free.any() else gaps.new_tensor(-torch.inf),
+        "logit_gap": _mean(
+            (logits.amax(-1) - logits.masked_fill(~seen, 0.0).sum(-1) / count)[free]
+        ),
+        "logit_spread": _spread(logits, seen, free),
         "share_above": _mean((z > threshold).to(z.dtype)),
         "n_free": free.sum(),
     }
+
+
+def _spread(logits: Tensor, seen: Tensor, free: Tensor) -> Tensor:
+    """The largest of all rows' maxima minus their means, [rows keys]; -inf without a row of two keys."""
+    gaps = [
+        row[keys].max() - row[keys].mean()
+        for row, keys in zip(logits[free], seen[free], strict=True)
+    ]
+    return torch.stack(gaps).max() if gaps else logits.new_tensor(-torch.inf)
 
 
 def _angles(truth: Attended, q: Tensor, k: Tensor, h: int) -> dict[str, Tensor]:
