@@ -291,18 +291,6 @@ def test_sinks_chosen_keys_and_a_softcap_are_watched_as_with_eager_attention(
             )
 
 
-def test_generated_tokens_are_those_of_sdpa():
-    tokens = []
-    for implementation in ("sdpa", "qkeel"):
-        model = hf("llama", implementation).eval()
-        x = example("llama")
-        ids = x["input_ids"] if isinstance(x, dict) else x
-        tokens.append(
-            model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
-        )
-    assert torch.equal(*tokens)
-
-
 @pytest.mark.slow
 def test_importing_qkeel_imports_no_transformers():
     code = "import sys, qkeel, qkeel.integrations, qkeel.nn; assert 'transformers' not in sys.modules"

@@ -18,7 +18,6 @@ from qkeel.lab.second_language import CLAUSE, WORD, translated
 from qkeel.lab.studies import TRANSLATION_BASE
 from qkeel.lab.tasks import BEGIN_TRANSLATION
 from qkeel.lab.text import load
-from qkeel.lab.train import evaluate, train_step
 from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder
 
 VOWELS = b"aeiouAEIOU"
@@ -112,19 +111,3 @@ def test_bleu_compares_greedy_translations_with_the_true_ones(tmp_path, monkeypa
         assert torch.equal(logits[0, :, :256].argmax(-1), predicted)
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     assert state.task.decoded(state.model, state.heldout) == {}
-
-
-@pytest.mark.slow
-def test_a_few_hundred_steps_teach_the_second_language_and_only_with_the_source():
-    config = with_values(
-        TRANSLATION_BASE, device="cpu", steps=500, data={"pairs": 4000}
-    )
-    state, length = RunState(resolve(config)), config.data.context
-    for step in range(500):
-        train_step(state, step)
-    loss = evaluate(state)["val_loss"]
-    rolled = state.heldout.inputs.clone()
-    rolled[:, :length] = rolled[:, :length].roll(1, 0)
-    state.heldout = dataclasses.replace(state.heldout, inputs=rolled)
-    assert loss < 1.4
-    assert evaluate(state)["val_loss"] > loss + 0.5, "another source does not help"
