@@ -252,6 +252,9 @@ def test_what_changes_attention_otherwise_is_refused():
         Attends()(q)
     with pytest.raises(RefusedError, match=r"sinks=.*eager"):
         attend(nn.Module(), q, q, q, None, sinks=torch.zeros(1, 2, 3, 1))
+    assert attend(nn.Module(), q, q, q, None, cache=None)[0].shape == (1, 3, 2, 8)
+    with pytest.raises(RefusedError, match=r"cache=.*eager"):
+        attend(nn.Module(), q, q, q, None, cache=object())
     mpt = next(e for e in ALL if e.name == "mpt")
     assert "MptModel implements its attention itself" in check(mpt)
 
