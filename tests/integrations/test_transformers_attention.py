@@ -25,12 +25,8 @@ NO_DROPOUT = {
 }  # with it torch attends
 FEW = (
     "llama",
-    "qwen3",
     "gpt2",
     "gemma2",
-    "gpt_neox",
-    "deepseek_v3",
-    "mistral",
     "gpt_oss",
     "deepseek_v32",
     "deepseek_v4",
