@@ -15,7 +15,7 @@ from synthetic_watch import Seen, make_watch
 import qkeel.report
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.monitor.sinks import load
-from qkeel.records import RunDirectory, append_line, read_json, write_json
+from qkeel.records import LINEAR, RunDirectory, append_line, read_json, write_json
 from qkeel.report import figures, study_page, watch_page
 from qkeel.report.html import MAX_RECORDS
 from qkeel.report.study_runs import read_study
@@ -106,6 +106,19 @@ def test_the_table_of_layers_has_the_last_record_folded_over_its_heads(tmp_path)
     assert not {"sites", "missed", "fields", "kind"} & {*about}
 
 
+def test_layers_of_another_type_and_without_logits_are_named(tmp_path):
+    path = make_watch(tmp_path / "run", SEEN)
+    config = read_json(path / "config.json")
+    config["sites"][1]["type"] = "window"
+    write_json(path / "config.json", {**config, LINEAR: ["mixer"]})
+    html = page(path, tmp_path)
+    head, rows = table(html, "layers")
+    assert head[:2] == ["Layer", "Type"]
+    assert [shown[0] for _, shown, _ in rows] == ["", "window", "", LINEAR]
+    assert (rows[3][0], {*rows[3][1][1:]}) == ("mixer", {"–"})
+    assert "for which nothing is measured: mixer." in plain(html)
+
+
 def test_the_charts_of_a_watched_run_have_its_records_alarms_and_evaluations(tmp_path):
     path = make_watch(tmp_path / "run", SEEN)
     for event in (
@@ -165,6 +178,12 @@ def test_the_table_and_charts_of_a_study_have_means_gains_and_curves(tmp_path):
         env |= {"counted_bigrams": 3.5, "command": f"qkeel run {folder.name}"}
         env["torch"] = folder.name  # more versions than are listed
         write_json(folder / "env.json", env)
+    chosen = [
+        {"remedy": "none", "lr": 0.1, "border": "highest", "role": "grid"},
+        {"remedy": "qk_norm", "lr": 0.01, "border": "", "role": "mha"},
+    ]
+    about = {**read_json(path / "study.json"), "tuned": chosen}
+    write_json(path / "study.json", about)
     html, study = page(path, tmp_path), read_study(path)
     _, rows = table(html, "table")
     made = {
@@ -205,7 +224,8 @@ def test_the_table_and_charts_of_a_study_have_means_gains_and_curves(tmp_path):
         assert np.array(curves["val_loss"]) == near(np.array(held_out))
     about = facts(html)
     assert about["Parameters"] == "131,456"
-    assert about["torch"].endswith("lalr") is False
+    rates = "none 0.1, the highest of the grid mha: qk_norm 0.01"
+    assert about["Rates, chosen on other seeds"] == rates
     assert about["Corpus"] == "stdlib"
     assert (
         about["Optimizer"] == "name adamw, schedule constant, warmup 0.1, grad_clip 1.0"
