@@ -274,6 +274,20 @@ def test_a_reader_of_the_help_that_stops_early_sees_no_traceback():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+def test_an_output_that_cannot_be_written_is_exit_code_1():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "qkeel", "presets"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: cannot write the output: No space left")
+    assert done.stderr.endswith("free some space\n")
+
+
 def test_a_time_that_cannot_be_estimated_is_said_to_be_unknown_and_why(
     tmp_path, capsys, monkeypatch
 ):
