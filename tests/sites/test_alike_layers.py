@@ -98,3 +98,50 @@ def test_a_part_from_other_weights_in_a_later_layer_is_seen():
     sites = find_sites(model, x())
     assert verified(sites) == [True, True, False]
     assert "from other weights" in sites[2].unverified
+
+
+class ByNumber(Heads):
+    """Heads that do what a table says of their layer, which no setting of the module shows."""
+
+    table = ("plain",)
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+        self.norm = nn.RMSNorm(D)
+
+    def forward(self, x):
+        q, k, v = (y.transpose(1, 2) for y in self.operands(x))
+        does, scale = self.table[self.number], SCALE
+        if does == "normed":
+            q, k = self.norm(q), self.norm(k)
+        if does == "stretched":
+            q, k = self.norm(q) * 2, self.norm(k)
+        if does == "swapped":
+            q, k = k, q
+        if does == "cool":
+            scale = SCALE / 2
+        if does == "capped":
+            z = 5 * torch.tanh(q @ k.mT * scale / 5)
+        else:
+            z = q @ k.mT * scale
+        return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def facts(site):
+    gains = [(gain.kind, gain.factor) for gain in site.query_gains + site.key_gains]
+    weights = [s.parameter.split(".")[-2] for s in (*site.query, *site.key)]
+    return site.spec, weights, site.normed, gains, site.verified, site.unscaled
+
+
+@pytest.mark.parametrize("first", ["plain", "normed", "stretched", "capped"])
+@pytest.mark.parametrize("second", ["plain", "normed", "swapped", "cool", "capped"])
+def test_a_layer_is_what_it_is_alone(first, second, monkeypatch):
+    monkeypatch.setattr(ByNumber, "table", (first, second, first))
+    torch.manual_seed(0)
+    layers = [ByNumber(number) for number in range(3)]
+    together = find_sites(nn.Sequential(*layers), x())
+    assert [site.name for site in together] == ["0", "1", "2"]
+    for layer, site in zip(layers, together):
+        (alone,) = find_sites(layer, x())
+        assert facts(site) == facts(alone)

@@ -117,9 +117,9 @@ class KnownModule:
                 experiment = Experiment(site, weights, rerun)
                 is_confirmed = all(map(_is_same_call, known_calls, captured)) and (
                     experiment.is_proportional()
+                    and experiment.multiplies_queries(captured)
                     if self._is_proportional
                     else experiment.moves_thirds(self._n_alike)
-                    and (not site.normed or experiment.keeps_size())
                 )
         if not is_confirmed:
             return None
@@ -190,8 +190,9 @@ def _are_alike(module: nn.Module, other: nn.Module, name: str, other_name: str) 
                     if key not in _NO_SETTINGS
                 )
             )
-        is_number = type(a) is int and a in numbers and b in other_numbers
-        return is_number or a == b or not isinstance(a, _SETTINGS)
+        if not isinstance(a, _SETTINGS):
+            return True
+        return a == b or (type(a) is int and a in numbers and b in other_numbers)
 
     return is_same(module, other)
 

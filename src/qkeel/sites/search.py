@@ -69,7 +69,7 @@ from qkeel.sites.trace import (
     scored,
     traced_part,
 )
-from qkeel.sites.verify import CannotRerunError, Verification
+from qkeel.sites.verify import CannotRerunError, Verification, has_same_rows
 
 _LOG = logging.getLogger(__name__)
 
@@ -222,9 +222,18 @@ class SiteSearch:
             except Exception as failure:
                 _LOG.debug("%s does not run like another: %s", name, failure)
                 return None
-        return trace and ModuleTrace(
+        if trace is None:
+            return None
+        alike = ModuleTrace(
             module=module, is_whole=False, part=part, copied=copied, trace=trace
         )
+        (site,) = trace.sites
+        if not site.normed:
+            return alike
+        # What stands between the norm and the logits is told by the graph alone.
+        whole = self._whole_sites(frame)
+        is_same = len(whole) == 1 and whole[0].normed and has_same_rows(whole[0], site)
+        return alike.with_gains(whole) if is_same else None
 
     def _lacks(self, frame: ModuleCall) -> bool:
         """True if a module makes more calls than those that some of its tokens have shown; all of them are then taken,
@@ -288,45 +297,53 @@ class SiteSearch:
     def _run(
         self, frame: ModuleCall, part: PartOfArguments, *, waits: bool = False
     ) -> ModuleTrace:
+        """The trace of a copy of a module with a part of what it was called with, which is verified."""
+        trace = self._read(frame, part, self._verification, waits=waits)
+        if part.tokens and any(site.normed for site in trace.sites):
+            trace = trace.with_gains(self._whole_sites(frame, waits=waits))
+        return trace
+
+    def _read(
+        self,
+        frame: ModuleCall,
+        part: PartOfArguments,
+        verification: Verification | None,
+        *,
+        waits: bool = False,
+    ) -> ModuleTrace:
         """The trace of a copy of a module with a part of what it was called with."""
         name = self._names[id(frame.module)]
-
-        def trace(
-            part: PartOfArguments, verification: Verification | None
-        ) -> ModuleTrace:
-            with unnoticed(waits=waits):
-                inner = copy_of(frame.module, self._held)
-                alone = PartOfModel(name, inner) if name else inner
-                args, kwargs = part.copied(frame)
-                traced = traced_part(
-                    alone,
-                    args,
-                    kwargs,
-                    verification,
-                    shared={
-                        within(name, path)
-                        for path, p in frame.module.named_parameters()
-                        if id(p) in self._shared
-                    },
-                )
-            return ModuleTrace(
-                module=frame.module,
-                is_whole=frame.is_outermost,
-                part=part,
-                copied=inner,
-                trace=traced,
+        with unnoticed(waits=waits):
+            copied = copy_of(frame.module, self._held)
+            args, kwargs = part.copied(frame)
+            trace = traced_part(
+                PartOfModel(name, copied) if name else copied,
+                args,
+                kwargs,
+                verification,
+                shared={
+                    within(name, path)
+                    for path, p in frame.module.named_parameters()
+                    if id(p) in self._shared
+                },
             )
+        return ModuleTrace(
+            module=frame.module,
+            is_whole=frame.is_outermost,
+            part=part,
+            copied=copied,
+            trace=trace,
+        )
 
-        of_part = trace(part, self._verification)
-        if part.tokens and any(site.normed for site in of_part.sites):
-            # Values computed after a norm may grow with the position.
-            try:
-                whole = trace(PartOfArguments(samples=1), None).sites
-            except torch.OutOfMemoryError:
-                caution(_NO_BOUNDS.format(name))
-                whole = Sites()
-            of_part = of_part.with_gains(whole)
-        return of_part
+    def _whole_sites(self, frame: ModuleCall, *, waits: bool = False) -> Sites:
+        """The sites of a module as one whole sequence shows them: values that are computed after a norm may grow with the
+        position."""
+        try:
+            whole = PartOfArguments(samples=1)
+            return self._read(frame, whole, None, waits=waits).sites
+        except torch.OutOfMemoryError:
+            caution(_NO_BOUNDS.format(self._names[id(frame.module)]))
+            return Sites()
 
     def _add(self, trace: ModuleTrace, frame: ModuleCall) -> None:
         """Adds the sites that a trace shows; `frame` is the call that is about to be read."""

@@ -60,7 +60,8 @@ Logits = list[Tensor]
 RowsOfHeads = tuple[HeadSlice, Sequence[int] | None]
 # Enough rows of logits to see whether a head changes.
 _ROWS = 32
-_MOST_OPERATIONS = 400
+# By which rows of queries and of keys are multiplied.
+_BASES = (4.0, 3.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -131,7 +132,7 @@ class Verification:
         weights = ChangedWeights(model, site)
         for other, unscaled in self._confirmed:
             # A second call with the same weights, which the first call's result would reach as well.
-            if other.module is site.module and _has_same_rows(other, site):
+            if other.module is site.module and has_same_rows(other, site):
                 return "", unscaled
         rerun = smallest_rerun(site, calls, readers, weights)
         unscaled = ""
@@ -158,7 +159,7 @@ class Verification:
             )
 
 
-def _has_same_rows(site: AttentionSite, other: AttentionSite) -> bool:
+def has_same_rows(site: AttentionSite, other: AttentionSite) -> bool:
     """True if two sites are computed from the same rows of the same weights."""
     return all(
         len(slices) == len(others)
@@ -533,13 +534,9 @@ class Experiment:
         weights: Weights = self._weights.filled()
         factors = torch.ones(site.n_heads)
         least = math.inf
-        for base, slices in zip((4.0, 3.0), sides):
-            n = min(s.n for s in slices)
-            if any(s.n > n for s in slices):
-                # Parts of a head that have rows of their own, and parts that all heads share.
-                n = 1
-            # Large numbers, so that a bound or a quantisation step between rows and logits shows.
-            numbers = 4 * base ** (torch.arange(1.0, n + 1) / n)
+        for base, slices in zip(_BASES, sides):
+            numbers = _multipliers(slices, base)
+            n = len(numbers)
             least = min(least, abs(base ** (1 / n) - 1))
             for s in slices:
                 by_head = numbers.expand(s.n) if n == 1 else numbers
@@ -555,6 +552,25 @@ class Experiment:
         limit = 4 * self._relative * _largest(expected)
         is_clear = bool((_by_head(expected) * least > 4 * limit).all())
         return is_clear and _largest(expected, after) <= limit
+
+    def multiplies_queries(self, before: Sequence[CapturedCall]) -> bool:
+        """True if the run of `is_proportional` has multiplied q by the numbers of the query's rows, which logits alone
+        don't tell from those of the key's. `before`: the calls with the weights as they are."""
+        lengths: list[Tensor] = []
+        for calls in (before, self._rerun.calls):
+            operands = [x.call.q for x in calls]
+            if any(q is None for q in operands):
+                return False
+            by_call = [
+                q.double().square().sum((0, 2, 3)).sqrt()
+                for q in operands
+                if q is not None
+            ]
+            lengths.append(torch.cat(by_call))
+        slices = unique_slices(term.query[-1] for term in self._site.terms)
+        numbers = _multipliers(slices, _BASES[0])
+        expected = lengths[0] * numbers[self._site.used(len(numbers))].to(lengths[0])
+        return torch.allclose(lengths[1], expected, rtol=1e-2)
 
     def moves_thirds(self, number: int) -> bool:
         """True if rotating the query rows of a third of the heads and the key rows of another third moves these heads
@@ -685,6 +701,15 @@ class Experiment:
                     "and keys"
                 )
         return ""
+
+
+def _multipliers(slices: Sequence[HeadSlice], base: float) -> Tensor:
+    """A number for each head of a side, or one for all where heads share a part of their rows."""
+    n = min(s.n for s in slices)
+    if any(s.n > n for s in slices):
+        n = 1
+    # Large numbers, so that a bound or a quantisation step between rows and logits shows.
+    return 4 * base ** (torch.arange(1.0, n + 1) / n)
 
 
 def _patterns(
