@@ -523,6 +523,11 @@ class ModelTrace:
             for name, trace in self.traces.items()
         }
 
+    def module_call(self, site: AttentionSite) -> ModuleCall:
+        """The module call that made the first attention call of a site, with its inputs."""
+        trace = self.traces[site.name]
+        return trace.of_part.calls[trace.site.name][0].captured.frame
+
     def inputs_after(
         self, site: AttentionSite, weights: Mapping[str, Tensor]
     ) -> dict[nn.Module, tuple[Tensor, Tensor]]:
