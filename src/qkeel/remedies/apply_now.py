@@ -42,7 +42,6 @@ from qkeel.remedies.processes import (
     refused_under_zero,
 )
 from qkeel.remedies.step_remedy import StepRemedy
-from qkeel.remedies.table import RemedySpec, parse
 from qkeel.remedies.untrained_parameters import notice_untrained
 from qkeel.remedies.weights_in_use import check_weights_in_use
 from qkeel.sites.find import Models, found_sites, named_models, of_each, sites_of_each
@@ -52,30 +51,19 @@ from qkeel.sites.site import AttentionSite, Sites
 GIVE_BATCH = "For apply: qkeel.apply(model, {!r}, optimizer, batch=batch), with a batch that the model accepts"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """The arguments of `apply` other than the remedies, the model and the optimizer."""
-
-    options: Mapping[str, float | int | bool | str] = dataclasses.field(
-        default_factory=dict
-    )
-    train_length: int | None = None
-    partial: bool = False
-
-
 def apply_now(
     model: Models,
-    remedy: RemedySpec,
+    remedies: Sequence[Remedy],
     optimizer: Optimizer | Sequence[Optimizer] | None,
-    more: Asked,
     *,
     batch: object = None,
     sites: object = None,
+    train_length: int | None = None,
+    partial: bool = False,
 ) -> Handle:
     """Applies remedies immediately; see `apply`."""
 
-    def prepared() -> tuple[tuple[Remedy, ...], list[tuple[Target, Sites | None]]]:
-        remedies = parse(remedy, **more.options)
+    def prepared() -> list[tuple[Target, Sites | None]]:
         models = (
             {"": model}
             if isinstance(model, nn.Module)
@@ -90,32 +78,26 @@ def apply_now(
                 optimizer=next(iter(listed(optimizer)), None),
                 sites=[],
                 batch=((), {}) if batches[name] is None else arguments(batches[name]),
-                train_length=more.train_length,
+                train_length=train_length,
             )
             check_wrapper(target.model, remedies)
             targets.append((target, sites_by_model[name]))
-        return remedies, targets
+        return targets
 
-    def description(request: tuple[tuple[Remedy, ...], Sequence[object]]) -> str:
-        """What must be the same on all processes."""
-        arguments = {"optimizer": optimizer, "batch": batch, "sites": sites}
-        present = [
-            name if x is not None else f"no {name}" for name, x in arguments.items()
-        ]
-        return (
-            f"{list(request[0])} to {len(request[1])} model(s), {', '.join(present)}, "
-            f"train_length={more.train_length}, partial={more.partial}"
-        )
-
+    # What must be the same on all processes.
+    description = (
+        f"{list(remedies)}, an optimizer: {optimizer is not None}, a batch: {batch is not None}, sites: "
+        f"{sites is not None}, train_length={train_length}, partial={partial}"
+    )
     # Whatever one process refuses, all refuse, before any of them changes its model.
-    remedies, targets = dist.agree(WHAT, prepared, description)
+    targets = dist.agree(
+        WHAT, prepared, lambda targets: f"{description}, {len(targets)} model(s)"
+    )
 
     def applied() -> Handle:
         handles = (
             compose_all(
-                _apply_all(
-                    remedies, target, known, listed(optimizer), partial=more.partial
-                )
+                _apply_all(remedies, target, known, listed(optimizer), partial=partial)
             )
             for target, known in targets
         )

@@ -53,7 +53,7 @@ class LALR(StepRemedy):
     decay: Literal["scaled", "plain"] = "scaled"
     heads: HeadsBySite | None = None
 
-    name, weight_in_use = "lalr", "is a multiple of"
+    name, takes_masks = "lalr", False
     line = "per-head learning rates for query and key weights, lower as their partners grow"
     source = "Anson & Aitchison 2025 (QuacK), arXiv 2511.21377, algorithms 1 and 2"
     rule = (
