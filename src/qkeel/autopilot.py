@@ -165,21 +165,12 @@ class Decision:
 
     @classmethod
     def of(cls, row: Row) -> Self:
-        """The decision of which `row` is the line.
-
-        Raises:
-            InvalidValueError: the row is none that `row()` returned.
-        """
-        try:
-            fields = {field.name: row[field.name] for field in dataclasses.fields(cls)}
-            fields |= {"action": Action(row["action"]), "heads": tuple(row["heads"])}
-            if row["forecast"] is not None:
-                fields["forecast"] = Forecast(**row["forecast"])
-            return cls(**fields)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidValueError(
-                f"expected a decision as an autopilot records it, got {dict(row)!r}"
-            ) from error
+        """The decision of which `row` is the line."""
+        fields = {field.name: row[field.name] for field in dataclasses.fields(cls)}
+        fields |= {"action": Action(row["action"]), "heads": tuple(row["heads"])}
+        if row["forecast"] is not None:
+            fields["forecast"] = Forecast(**row["forecast"])
+        return cls(**fields)
 
 
 # The active actions by (action, site): the remedy and its heads (empty for all heads).
@@ -825,7 +816,6 @@ class Autopilot(Handle):
                 "decisions": [decision.row() for decision in self.decisions],
                 "refused": [dataclasses.asdict(refusal) for refusal in self.refused],
                 "closer": self.monitor.closer,
-                "optimizers": len(self.optimizers),
                 "events": self.events,
             }
         text = json.dumps(facts, default=list).encode()
@@ -847,12 +837,9 @@ class Autopilot(Handle):
             raise InvalidValueError(
                 f"expected the result of an autopilot's state_dict(), got {list(state)[:5]}"
             ) from error
-        # Before the first record, optimizers may still be added, so a state of that time names no number.
-        n_optimizers = facts.get("optimizers", len(self.optimizers))
-        if spec != self.spec or n_optimizers != len(self.optimizers):
+        if spec != self.spec:
             raise InvalidValueError(
-                f"expected the state of the policy {self.spec} with {len(self.optimizers)} optimizers, "
-                f"got one of {spec} with {n_optimizers}"
+                f"expected the state of the policy {self.spec}, got one of {spec}"
             )
         if begun:
             self._resume(facts, state)

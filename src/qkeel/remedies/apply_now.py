@@ -29,7 +29,7 @@ from qkeel.remedies.base import (
     module_name,
     where,
 )
-from qkeel.remedies.head_weights import check_weights, stepped
+from qkeel.remedies.head_weights import check_weights, held_first
 from qkeel.remedies.idle_steps import notice_idle_steps
 from qkeel.remedies.optimizer_trials import innermost
 from qkeel.remedies.output_head import ZLoss
@@ -185,13 +185,16 @@ def _by_optimizer(
                 return [dataclasses.replace(target, optimizer=optimizer)]
         return [target]
     sites_of: dict[Optimizer, list[AttentionSite]] = {}
+    inner = [innermost(optimizer) for optimizer in optimizers]
     for site in target.sites:
-        weights = [target.parameter(s.parameter) for s in (*site.query, *site.key)]
-        holder = optimizers[0]
-        # Backwards, so that the first of those that hold a weight is the last one noted.
-        for optimizer in reversed(optimizers):
-            if any(stepped(innermost(optimizer), p) is not None for p in weights):
-                holder = optimizer
+        # The first of the optimizers that hold one of its weights, or of all if none does.
+        holders = [
+            inner.index(holder)
+            for s in (*site.query, *site.key)
+            for holder, tensor in [held_first(inner, target.parameter(s.parameter))]
+            if tensor is not None
+        ]
+        holder = optimizers[min(holders, default=0)]
         sites_of.setdefault(holder, []).append(site)
     return [
         dataclasses.replace(

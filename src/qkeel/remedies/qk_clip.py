@@ -216,8 +216,17 @@ class _Clip:
         self._first = weakref.ref(optimizers[0])
         #: Whether maxima have come since the last step of the first optimizer.
         self._has_maxima = False
-        self._frozen: list[bool] = []
-        self._spared = torch.empty(0)
+        named = dict(remedy.heads or ())
+        #: Which heads the option `heads` leaves out.
+        self._unnamed = torch.cat(
+            [
+                ~torch.isin(
+                    torch.arange(site.n_heads),
+                    torch.tensor(named.get(site.name) or range(site.n_heads)),
+                )
+                for site in target.sites
+            ]
+        )
         # All that may refuse precedes the tap.
         self.tap = Tap(
             target.model,
@@ -371,24 +380,22 @@ class _Clip:
         """Leaves out the maxima of heads that are not clipped.
 
         These are heads that the option leaves out, and all of a site with a weight that has been frozen since."""
-        frozen = [
-            not all(p.requires_grad for p in weights) for weights in self._trained
-        ]
-        if any(frozen) and not self._has_warned_of_frozen:
-            self._has_warned_of_frozen = True
-            caution(
-                f"qk_clip does not clip {where(self.sites[frozen.index(True)])} while a query or key weight is frozen. "
-                "With frozen=scale, it also scales frozen weights"
-            )
-        if frozen != self._frozen or self._spared.device != row.device:
-            # Made only if it changes, since the host would wait for its way to the device.
-            named, masks = dict(self.remedy.heads or ()), []
-            for site, is_frozen in zip(self.sites, frozen):
-                heads = torch.tensor(named.get(site.name) or range(site.n_heads))
-                acts = torch.isin(torch.arange(site.n_heads), heads)
-                masks.append(~acts | is_frozen)
-            self._frozen, self._spared = frozen, torch.cat(masks).to(row.device)
-        return row.masked_fill(self._spared, -torch.inf)
+        if self._unnamed.device != row.device:
+            # Once, since the host would wait for its way to the device.
+            self._unnamed = self._unnamed.to(row.device)
+        row = row.masked_fill(self._unnamed, -torch.inf)
+        first = 0
+        for site, weights in zip(self.sites, self._trained):
+            if not all([p.requires_grad for p in weights]):
+                row[first : first + site.n_heads] = -torch.inf
+                if not self._has_warned_of_frozen:
+                    self._has_warned_of_frozen = True
+                    caution(
+                        f"qk_clip does not clip {where(site)} while a query or key weight is frozen. With frozen=scale, "
+                        "it also scales frozen weights"
+                    )
+            first += site.n_heads
+        return row
 
     def _copies_of(self, weight: Tensor, optimizer: Optimizer) -> Iterator[Tensor]:
         """Yields the float32 copies of a weight that the optimizer keeps in its state."""
