@@ -728,13 +728,13 @@ class Autopilot(Handle):
         facts = []
         for name in sample.layers:
             site = sites.get(name)
-            n, unknown = sample.heads["max_logit"].shape[1], ""
             if site is None:
+                n = sample.heads["max_logit"].shape[1]
                 unknown = "this process did not find it"
             else:
                 n = site.n_heads
-                if not site.verified:
-                    unknown = site.unverified or site.why or "its weights are not known"
+                why = site.unverified or site.why or "its weights are not known"
+                unknown = "" if site.verified else why
             facts.append(SiteFacts(name=name, n_heads=n, unknown=unknown))
         missed = [str(call) for call in self.monitor.missed]
         # All processes must agree on the sites, or their policies would decide differently.
@@ -752,8 +752,6 @@ class Autopilot(Handle):
             if dist.rank() == 0:
                 caution(text)
         refusals = [dataclasses.asdict(refusal) for refusal in self.refused]
-        for row in refusals:
-            del row["step"]
         about = {"policy": self.spec, "refusals": refusals, "text": text}
         self._note({"event": "autopilot", **about, "step": sample.step})
 
@@ -782,11 +780,12 @@ class Autopilot(Handle):
             self._note(decision.row())
             if self.warns and dist.rank() == 0:
                 caution(str(decision), AlarmWarning)
-        active = active_actions(self.decisions, self.refused)
-        closer, _ = active.get((Action.WATCH, None), ("", ()))
-        every = parse(closer)[0].options["every"] if closer else None
-        # From here on the monitor measures more often, without a decision of its own.
-        self.monitor.closer = None if every is None else int(every)
+        self._measure_closer()
+
+    def _measure_closer(self) -> None:
+        """Lets the monitor measure more often from here on, while that is an active action."""
+        is_closer = (Action.WATCH, None) in active_actions(self.decisions, self.refused)
+        self.monitor.closer = self.ladder.every if is_closer else None
 
     def _note(self, row: Row) -> None:
         self.events.append(row)
@@ -815,7 +814,6 @@ class Autopilot(Handle):
                 "sites": [dataclasses.asdict(site) for site in self.sites],
                 "decisions": [decision.row() for decision in self.decisions],
                 "refused": [dataclasses.asdict(refusal) for refusal in self.refused],
-                "closer": self.monitor.closer,
                 "events": self.events,
             }
         text = json.dumps(facts, default=list).encode()
@@ -865,7 +863,8 @@ class Autopilot(Handle):
             about["layers"] = tuple(about["layers"])
             self._carried = Sample(**about, heads=coming)
         self.recording.load(history)
-        self.events, self.monitor.closer = list(facts["events"]), facts["closer"]
+        self.events = list(facts["events"])
+        self._measure_closer()
         # A resume that fails must not leave half of the remedies on the model.
         try:
             for action, _, reason in self.remedies.set(active):
