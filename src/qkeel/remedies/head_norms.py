@@ -134,13 +134,13 @@ def heads_of(
         weights = {s.parameter: model.get_parameter(s.parameter) for s in slices}
         name, index = _common_module(slices)
         module = model.get_submodule(name)
-        # Heads of a convolution are its channels, which are not the last dimension of its output.
+        # Heads of a convolution are channels, and no last dimension of its output.
         is_convolution = any(p.ndim > 2 for p in weights.values())
         is_around = site.module in module.modules()
         if is_convolution or is_around or index is None or len(index) != n_heads:
             raise refuse_heads(
-                f"no single module has complete heads of the {side} in the last dimension of its output ({n_heads} "
-                f"heads of {site.head_dim}): they are computed by {names}"
+                f"no single module outputs complete heads of the {side} ({n_heads} heads of {site.head_dim}): they are "
+                f"computed by {names}"
             )
         # A term of a sum that is zero, such as a new low-rank adapter, would be normed to full size.
         zero = any(not dist.whole(p).any() for p in weights.values())
