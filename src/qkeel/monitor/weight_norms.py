@@ -186,6 +186,11 @@ class WeightNorms:
         self.multiplied = [x for x in self.sites if x in products - self._split]
         self._groups = self._grouped(products)
 
+    def is_outdated(self, model: nn.Module) -> bool:
+        """Whether parameters of the model have been exchanged, as `load_state_dict(assign=True)` and new layers do."""
+        held = self._parameters
+        return any([held.get(n, p) is not p for n, p in model.named_parameters()])
+
     def _grouped(self, products: Set[AttentionSite]) -> list[_AlikeSites]:
         """The sites in groups whose weights have the same shapes, of a few million entries at most: a group is read by
         a few operators, and large weights are not copied."""

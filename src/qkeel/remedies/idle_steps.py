@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 
+import torch
+
 from qkeel import distributed as dist
 from qkeel.errors import caution
 from qkeel.handle import Handle, compose
 from qkeel.patching.autograd import version_of
 from qkeel.patching.forward import ForwardPasses
-from qkeel.patching.modes import parameters_of, unguarded
+from qkeel.patching.modes import unguarded
 from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import Remedy, Target, active_on
 
@@ -21,15 +23,13 @@ _PASSES = 3
 def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
     """Warns once if the model trains on without steps of the optimizer that a remedy acts on.
 
-    That is: the weights have changed before each of three passes since its last step, or they are no longer parameters
+    That is: the weights have changed before each of three passes with gradients since its last step, or they are no longer parameters
     of the model. There is no warning if the same remedy has been applied anew."""
     optimizer = target.need_optimizers(remedy.name)[0]
     model, kind = target.model, type(optimizer).__name__
     modules = [weakref.ref(site.module) for site in target.sites]
     names = list(dict.fromkeys(s.parameter for s in target.logit_slices()))
     weights = [target.parameter(name) for name in names]
-    owner, _, local_name = names[0].rpartition(".")
-    layer = model.get_submodule(owner)
     # The sum of the weights' versions before the last pass, if no step of the optimizer followed it.
     version: int | None = None
     passes, has_warned = 0, False
@@ -40,17 +40,19 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
 
     def before_pass(*_: object) -> None:
         nonlocal version, passes, has_warned
+        # Without gradients it is no training, and may run other weights, as an average of them.
+        if has_warned or not torch.is_grad_enabled():
+            return
         earlier, version = version, sum(map(version_of, weights))
-        # Weights that stay as they are mean accumulated gradients or evaluation, however many passes there are.
+        # Weights that stay as they are mean accumulated gradients, however many passes there are.
         passes += earlier not in (None, version)
-        # One weight is enough to look at, and fully_shard exchanges parameters during passes. Elsewhere in the model is
-        # fine, as under a parametrization that was added later.
-        is_replaced = (
-            not dist.is_split(weights[0])
-            and parameters_of(layer).get(local_name) is not weights[0]
-            and all(p is not weights[0] for p in model.parameters())
+        # fully_shard exchanges parameters during passes. Elsewhere in the model is fine, as under a parametrization that
+        # was added later.
+        present = {id(parameter) for parameter in model.parameters()}
+        is_replaced = any(
+            not dist.is_split(x) and id(x) not in present for x in weights
         )
-        if has_warned or not (is_replaced or passes >= _PASSES):
+        if not is_replaced and passes < _PASSES:
             return
         has_warned = True
         reason = (
@@ -60,8 +62,8 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
         )
         if is_replaced:
             reason = (
-                "its query and key weights are no longer parameters of the model, as after "
-                "load_state_dict(assign=True). Load before qkeel.apply, or remove() the handle and apply "
+                "query or key weights are no longer parameters of the model, as after load_state_dict(assign=True) or "
+                "with a new layer. Change them before qkeel.apply, or remove() the handle and apply "
                 f"{remedy.name} again with an optimizer of the new weights"
             )
         applied = [
