@@ -23,8 +23,8 @@ _PASSES = 3
 def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
     """Warns once if the model trains on without steps of the optimizer that a remedy acts on.
 
-    That is: the weights have changed before each of three passes with gradients since its last step, or they are no longer parameters
-    of the model. There is no warning if the same remedy has been applied anew."""
+    That is: the weights have changed before each of three passes with gradients since its last step, or they are no
+    longer parameters of the model. There is no warning if the same remedy has been applied anew."""
     optimizer = target.need_optimizers(remedy.name)[0]
     model, kind = target.model, type(optimizer).__name__
     modules = [weakref.ref(site.module) for site in target.sites]
