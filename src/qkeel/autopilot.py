@@ -39,8 +39,8 @@ from qkeel.monitor import Cadence, PlannedRates, Sink, thresholds
 from qkeel.monitor.forecast import Forecast
 from qkeel.monitor.history import History
 from qkeel.monitor.monitor import Monitor
-from qkeel.monitor.record import Sample
-from qkeel.monitor.recording import Recording
+from qkeel.monitor.sample import Sample
+from qkeel.monitor.history import Recording
 from qkeel.monitor.rules import (
     Alarm,
     Approach,
