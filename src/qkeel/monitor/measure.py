@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel import distributed as dist
+from qkeel.audit.output_gates import GateMode
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import ModuleCall, tensors
 from qkeel.capture.intercept import CaptureMode, Search
@@ -28,7 +29,7 @@ from qkeel.monitor.token_classes import PassTokens
 from qkeel.monitor.watched_sites import WatchedSites
 from qkeel.monitor.weight_norms import StepSpectra, WeightNorms
 from qkeel.patching.losses import ReturnedScalar
-from qkeel.patching.modes import Guarded
+from qkeel.patching.modes import Guarded, push_mode, take_off
 from qkeel.patching.roles import Phase
 from qkeel.sites.find import within
 from qkeel.sites.site import AttentionSite
@@ -87,6 +88,8 @@ class StepNumbers(Visitor):
         self._sparse = SparseAttention(tokens, self._numbers, compares=compares)
         self.weights_not_finite: tuple[str, ...] = ()
         self._first_look = FirstLook(sites.model)
+        # Of the pass that runs.
+        self._gates: GateMode | None = None
         # None until the first pass, in which the sites become known.
         self._hidden: HiddenStates | None = None
         self._readers: tuple[WeightNorms, GainBounds] | None = None
@@ -118,8 +121,12 @@ class StepNumbers(Visitor):
     def looking(self, candidate: bool) -> Handle | None:
         if self._hidden is None or not candidate:
             return None
-        hidden, gates = self._hidden.attach(), self._first_look.attach()
-        return compose([hidden, gates]) if gates else hidden
+        hidden = self._hidden.attach()
+        if self._first_look.over and "gates" not in self._extras:
+            return hidden
+        self._gates = gates = GateMode(self._first_look.guard)
+        push_mode(gates)
+        return compose([hidden, Handle(lambda: take_off(gates))])
 
     def search(self) -> Search | None:
         return self._look if self.sites.searches else None
@@ -138,6 +145,9 @@ class StepNumbers(Visitor):
     def call(self, name: str, call: Seen, candidate: bool) -> None:
         self.sites.see(name, call)
         if candidate:
+            # First, as all that is computed from the call passes by it.
+            if self._gates is not None:
+                self._gates.captured(name)
             self._first_look.call(name, call)
         if candidate and "gates" in self._extras:
             add_gates(self._numbers, name, self._tokens.on(call))
@@ -164,7 +174,13 @@ class StepNumbers(Visitor):
         ]
         if self._hidden is not None:
             self._hidden.end(output)
-        self._first_look.end(self.sites.all)
+        gates = {} if self._gates is None else self._gates.gates
+        self._gates = None
+        self._first_look.end(self.sites.all, gates)
+        if "gates" in self._extras:
+            for site, means in gates.items():
+                number = Number(means, torch.ones_like(means), own=True)
+                self._numbers.add((site, "output_gate"), number)
         numbers = self._numbers.end()
         if len(losses) != 1:
             return numbers, None
@@ -218,8 +234,10 @@ class StepNumbers(Visitor):
     def _read_weights(self) -> None:
         if self._hidden is None:
             return
+        model, sites = self.sites.model, self.sites.all
+        if self._readers is not None and self._readers[0].is_outdated(model):
+            self._readers = self._spectra = None
         if self._readers is None:
-            model, sites = self.sites.model, self.sites.all
             unused = [name for site in sites for name in _without_gradient(model, site)]
             if unused:
                 caution(UNUSED.format(", ".join(unused)))

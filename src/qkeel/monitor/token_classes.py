@@ -385,8 +385,8 @@ class PassTokens:
                 f"no attention is split by class: expected classes of shape [batch tokens] = [{b} {s}], one for each "
                 f"key of an attention call with {t} queries, got {' and '.join(map(str, given))}. With a cache, give a "
                 "function that returns the classes of the whole sequence; where queries attend to other tokens "
-                "(cross-attention), the classes of both: Classes((of_queries, of_keys), names=…), or a function that "
-                "returns such a pair",
+                "(cross-attention), a pair, or a function that returns one: of queries that are all of class 0, "
+                f"qkeel.monitor.Classes((torch.zeros({b}, {t}, dtype=torch.long), classes_of_keys), names=…)",
             )
             return call
         self._misfits["classes"] = None

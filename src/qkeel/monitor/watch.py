@@ -89,7 +89,8 @@ def watch(
             These can be added to one of the above or to "all", as in "all+gates":
 
             - `gates`: the mean and spread of each row's logsumexp and, for learned sinks, the sink's logit and the gate
-              σ(logsumexp - sink logit), computed in another pass over the logits of each measured training call.
+              σ(logsumexp - sink logit), computed in another pass over the logits of each measured training call; and
+              the mean gate of each head's output, where that is multiplied by a sigmoid.
             - `updates`: the spectra of what each measured step adds to W_QᵀW_K, and the ratio of the step to the
               weight, computed from a copy of the q and k weights with small QR and singular value decompositions in
               float64.

@@ -300,7 +300,7 @@ class WeightNorms:
         sites: Sequence[AttentionSite],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        parameters = dict(model.named_parameters())
+        self._parameters = parameters = dict(model.named_parameters())
         counts, all_eps = counted(model), _eps_by_weight(optimizers)
         # By the shapes of their weights, whose sites are read by a few operators for all.
         alike: dict[object, list[AttentionSite]] = {}
@@ -337,6 +337,12 @@ class WeightNorms:
                 self._groups.append(group)
                 if group.has_products and not group.is_split:
                     self.multiplied += members[i : i + n]
+        self.multiplied.sort(key=sites.index)
+
+    def is_outdated(self, model: nn.Module) -> bool:
+        """Whether parameters of the model have been exchanged, as `load_state_dict(assign=True)` and new layers do."""
+        held = self._parameters
+        return any([held.get(n, p) is not p for n, p in model.named_parameters()])
 
     @without_gradients
     def read(self) -> Numbers:

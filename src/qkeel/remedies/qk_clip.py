@@ -235,6 +235,8 @@ class _Clip:
         # Maxima from a step that a GradScaler skipped; -inf from other steps.
         self.kept: Tensor | None = None
         self._copies: dict[int, tuple[str, ...]] = {}
+        # Attention of any other module was put in later.
+        self._known = {name for name, _ in target.model.named_modules()}
         self._has_warned = self._has_warned_of_frozen = False
         # Nothing uses what the tap reads once the optimizer is gone. A tap refers to its model, which may refer to the
         # optimizer, so a strong reference here would keep all of them for good.
@@ -281,6 +283,13 @@ class _Clip:
         self.tap.take("eval")
         maxima = {name: x.max_logit for name, x in self.tap.take("train").items()}
         self._has_maxima |= bool(maxima)
+        added = {name.partition("#")[0] for name in maxima} - self._known
+        if added:
+            self._known |= added
+            caution(
+                f"qk_clip does not clip {', '.join(sorted(added))}, which was put into the model later: remove() the "
+                "handle and apply qk_clip again"
+            )
         is_first = optimizer is self._first()
         if (
             is_first
