@@ -1,5 +1,6 @@
 """Step remedies on models and optimizers in odd states: one clear error each, or the same numbers as ever."""
 
+import copy
 import gc
 
 import pytest
@@ -28,6 +29,8 @@ def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_s
 ):
     model = encoder()
     optimizer = adamw(model)
+    # A rate of 0 initialises states, but not that of one group alone.
+    optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 0.0})
     handle = qkeel.apply(model, remedy, optimizer)
     before = snapshot(model)
     with pytest.raises(
@@ -219,6 +222,19 @@ def test_weights_that_are_replaced_after_apply_are_warned_about(remedy, recwarn)
     model.load_state_dict(
         {name: x.clone() for name, x in model.state_dict().items()}, assign=True
     )
+    trained(model, optimizer, 2)
+    assert len(warned(recwarn)) == 1
+
+
+@pytest.mark.parametrize("side", ["q_proj", "k_proj"])
+def test_a_projection_that_is_exchanged_after_apply_is_warned_about(side, recwarn):
+    model = decoder()
+    optimizer = adamw(model)
+    qkeel.apply(model, "frozen_qk", optimizer)
+    trained(model, optimizer, 1)
+    attention = model.blocks[1].attention
+    setattr(attention, side, copy.deepcopy(getattr(attention, side)))
+    optimizer.add_param_group({"params": getattr(attention, side).parameters()})
     trained(model, optimizer, 2)
     assert len(warned(recwarn)) == 1
 

@@ -6,6 +6,7 @@ decides what a name leaves open, conventions are noted in the result, and the re
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 import re
@@ -229,7 +230,7 @@ def recognise(
     read."""
     streams: dict[str, dict[str, SitePlan | Unknown]] = {}
     children: dict[str, list[str]] = {}
-    modules = set()
+    modules, in_order = set(), sorted(tensors)
     for name in tensors:
         path = name.removesuffix(".weight")
         module, _, leaf = path.rpartition(".")
@@ -240,7 +241,7 @@ def recognise(
             continue
         stream: SitePlan | Unknown | None
         try:
-            stream = _stream(tensors, module, leaf, geometry(name))
+            stream = _stream(tensors, in_order, module, leaf, geometry(name))
         except _UnreadError as error:
             stream = Unknown(module or leaf, str(error))
         if stream is None:
@@ -269,7 +270,7 @@ def recognise(
 
 
 def _stream(
-    tensors: Tensors, module: str, leaf: str, geometry: Geometry
+    tensors: Tensors, names: Sequence[str], module: str, leaf: str, geometry: Geometry
 ) -> SitePlan | None:
     """Returns one stream's queries and keys if a weight is that of queries, or of both."""
     at = f"{module}." if module else ""
@@ -288,7 +289,7 @@ def _stream(
     else:
         return None
     for weight_slice in plan.slices():
-        _check_readable(tensors, weight_slice.tensor)
+        _check_readable(tensors, names, weight_slice.tensor)
     return _with_norms(tensors, plan, leaf, geometry)
 
 
@@ -337,15 +338,14 @@ def _without_bound(plan: SitePlan, leaves: Sequence[str]) -> SitePlan:
     )
 
 
-def _check_readable(tensors: Tensors, name: str) -> None:
+def _check_readable(tensors: Tensors, names: Sequence[str], name: str) -> None:
+    """Raises _UnreadError unless a weight is stored as it is used; `names` are those of all tensors in order."""
     module, tensor = name.removesuffix("weight"), tensors[name]
-    for other, beside in tensors.items():
-        is_beside = other.startswith(module) and other != name and beside.floating
-        if (
-            is_beside
-            and len(beside.shape) > 1
-            and not other.endswith(_SCALES_OF_8_BITS)
-        ):
+    first, last = (bisect.bisect(names, module + end) for end in ("", chr(0x10FFFF)))
+    for other in names[first:last]:
+        beside = tensors[other]
+        is_matrix = beside.floating and len(beside.shape) > 1
+        if is_matrix and other != name and not other.endswith(_SCALES_OF_8_BITS):
             raise _UnreadError(
                 f"{name} has a matrix of an adapter beside it ({other}); merge it into the weight first"
             )

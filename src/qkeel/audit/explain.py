@@ -10,7 +10,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
-from qkeel.audit.config_differences import differences
+from qkeel.audit.config_differences import comparisons, differences
 from qkeel.audit.norm_evidence import (
     NormFit,
     fit_norm,
@@ -20,7 +20,7 @@ from qkeel.audit.norm_evidence import (
 )
 from qkeel.audit.one_pass import OnePass, joined
 from qkeel.audit.output_gates import gate_text
-from qkeel.audit.recipes import Explanation, NormRecipe, SiteRecipe
+from qkeel.audit.recipes import Explanation, NormRecipe, SiteRecipe, compress
 from qkeel.audit.unused import unused_parameters
 from qkeel.audit.visibility import describe_visible, visible_pairs
 from qkeel.capture.calls import ScoresCall
@@ -84,10 +84,15 @@ def explain(model: nn.Module, batch: object = None) -> Explanation:
             SiteEvidence(trace, site, unused.get(site.name, ())).recipe()
             for site in foreign
         ]
+    compared = comparisons(model, recipes)
     return Explanation(
         model=type(model).__name__,
         sites=tuple(recipes),
-        differences=differences(model, recipes),
+        differences=differences(compared, recipes),
+        compared=tuple(
+            (x.setting, x.says, x.does, compress(names))
+            for x, names in compared.items()
+        ),
     )
 
 

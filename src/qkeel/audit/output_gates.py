@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from qkeel.patching.modes import Guarded, function_name, unguarded
+from qkeel.patching.modes import Guarded, ReadingMode, function_name, unguarded
 
 # A head with a smaller mean gate is shut.
 SHUT = 0.05
@@ -30,20 +29,43 @@ _PRODUCTS = frozenset({"scaled_dot_product_attention", "matmul", "bmm", "einsum"
 
 @final
 @dataclasses.dataclass(slots=True, eq=False)
-class _Output:
-    """The output of a site on its way, times a constant; `heads` has the head of each number."""
+class _Attention:
+    """One attention call: its output [b h t d], its site once that is known, and the mean gate [h] of its output."""
 
-    x: Tensor
-    site: str
-    heads: Tensor
-    factor: float = 1.0
+    output: Tensor
+    site: str | None = None
+    gate: Tensor | None = None
 
 
 @final
-class GateMode(TorchFunctionMode):
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Output:
+    """The output of attention on its way, times a constant, and the calls that moved it."""
+
+    x: Tensor
+    attention: _Attention
+    moves: tuple[Callable[[Tensor], Tensor], ...] = ()
+    factor: float = 1.0
+
+    def heads(self) -> Tensor:
+        """The head of each number."""
+        x = self.attention.output
+        dtype = torch.uint8 if x.shape[1] < 256 else torch.int16
+        # With the strides of x, so that it goes where x went.
+        heads = torch.empty_like(x, dtype=dtype, requires_grad=False)
+        numbers = torch.arange(x.shape[1], dtype=dtype, device=x.device)
+        heads.copy_(numbers[None, :, None, None])
+        for move in self.moves:
+            heads = move(heads)
+        return heads
+
+
+@final
+class GateMode(ReadingMode):
     """Follows the outputs of attention to what they are multiplied by; `gates` has the mean gate [h] by site.
 
-    It has to be below the mode that finds attention calls, which reports each to `captured`.
+    It has to be below the mode that finds attention calls, which reports each to `captured`: one that is written by hand
+    when its module has ended, and its output may have met its gate by then.
 
     guard: the function through which what a call has computed is read.
     """
@@ -52,8 +74,9 @@ class GateMode(TorchFunctionMode):
         super().__init__()
         self.gates: dict[str, Tensor] = {}
         self._guard = guard
-        # The latest product, which is the output of the attention that is reported next.
-        self._product: Tensor | None = None
+        # What may be the attention that is reported next: the latest fused call, or first product after a softmax.
+        self._latest: _Attention | None = None
+        self._after_softmax = False
         # By id; the tensors are kept, so that no other gets their id.
         self._outputs: dict[int, _Output] = {}
         self._sigmoids: dict[int, Tensor] = {}
@@ -73,25 +96,27 @@ class GateMode(TorchFunctionMode):
         return output
 
     def captured(self, site: str) -> None:
-        """Begins to follow the output of a site."""
-        x, self._product = self._product, None
-        # Of earlier sites nothing is followed any longer: each costs a byte for every number of its output.
-        self._outputs.clear()
-        # Of a tensor that is split between processes, one holds some heads alone.
-        if type(x) is Tensor and x.ndim == 4 and not x.is_meta:
-            # With the strides of x, so that it goes where x goes.
-            dtype = torch.uint8 if x.shape[1] < 256 else torch.int16
-            heads = torch.empty_like(x, dtype=dtype, requires_grad=False)
-            numbers = torch.arange(x.shape[1], dtype=dtype, device=x.device)
-            heads.copy_(numbers[None, :, None, None])
-            self._outputs[id(x)] = _Output(x, site, heads)
+        """Says whose output the latest one is."""
+        latest, self._latest = self._latest, None
+        self._forget_others(latest)
+        if latest is not None:
+            latest.site = site
+            if latest.gate is not None:
+                self.gates.setdefault(site, latest.gate)
+
+    def _forget_others(self, attention: _Attention | None) -> None:
+        self._outputs = {
+            key: tag for key, tag in self._outputs.items() if tag.attention is attention
+        }
 
     def _follow(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> None:
         name = function_name(func)
         if name in _PRODUCTS:
-            self._product = output
+            self._begin(output, is_fused=name == "scaled_dot_product_attention")
+        elif name == "softmax":
+            self._after_softmax = True
         elif name == "sigmoid":
             self._sigmoids[id(output)] = output
         elif name in _MOVES and args:
@@ -99,19 +124,25 @@ class GateMode(TorchFunctionMode):
         elif name in ("mul", "rmul", "multiply") and len(args) == 2:
             self._multiply(args[0], args[1], output)
 
+    def _begin(self, x: Tensor, *, is_fused: bool) -> None:
+        """Begins to follow what may be the output of attention."""
+        if not is_fused and not self._after_softmax:
+            return
+        self._after_softmax = False
+        # Of a tensor that is split between processes, one holds some heads alone.
+        if type(x) is Tensor and x.ndim == 4 and not x.is_meta:
+            self._latest = attention = _Attention(x)
+            self._outputs[id(x)] = _Output(x, attention)
+
     def _move(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> None:
         tag = self._outputs.get(id(args[0]))
         if tag is not None:
-            heads = tag.heads
+            moves = tag.moves
             if function_name(func) not in _KEEPS:
-                try:
-                    heads = func(tag.heads, *args[1:], **kwargs)
-                except RuntimeError:
-                    # A view that the strides of this tensor do not allow: the way ends here.
-                    return
-            self._outputs[id(output)] = dataclasses.replace(tag, x=output, heads=heads)
+                moves = *moves, lambda heads: func(heads, *args[1:], **kwargs)
+            self._outputs[id(output)] = dataclasses.replace(tag, x=output, moves=moves)
         if id(args[0]) in self._sigmoids:
             self._sigmoids[id(output)] = output
 
@@ -119,8 +150,7 @@ class GateMode(TorchFunctionMode):
         for x, y in ((first, second), (second, first)):
             tag, gate = self._outputs.get(id(x)), self._sigmoids.get(id(y))
             if tag is not None and gate is not None:
-                means = _means(gate.detach(), tag.heads, output.shape)
-                self.gates.setdefault(tag.site, means * tag.factor)
+                self._meet(tag, gate.detach(), output.shape)
             elif isinstance(y, (int, float)):
                 if tag is not None:
                     factor = tag.factor * y
@@ -130,19 +160,34 @@ class GateMode(TorchFunctionMode):
                 if id(x) in self._sigmoids:
                     self._sigmoids[id(output)] = output
 
+    def _meet(self, tag: _Output, gate: Tensor, shape: torch.Size) -> None:
+        attention = tag.attention
+        try:
+            heads = tag.heads()
+        except RuntimeError:
+            # A view that the strides of this tensor do not allow.
+            return
+        n_heads = attention.output.shape[1]
+        attention.gate = _means(gate, heads, n_heads, shape) * tag.factor
+        if attention.site is not None:
+            self.gates.setdefault(attention.site, attention.gate)
 
-def _means(gate: Tensor, heads: Tensor, shape: torch.Size) -> Tensor:
+
+def _means(gate: Tensor, heads: Tensor, n_heads: int, shape: torch.Size) -> Tensor:
     """The mean gate of each head; of many numbers, evenly spaced rows of the first dimension speak for all."""
     gate, heads = gate.expand(shape), heads.expand(shape)
-    n_heads = int(heads.max()) + 1
     # Eight rows or more remain.
     step = min(-(-gate.numel() // _AVERAGED), max(1, len(gate) // 8))
     # Unless that dimension is the heads.
     if step > 1 and int(heads[0].max()) - int(heads[0].min()) + 1 == n_heads:
         gate, heads = gate[::step], heads[::step]
     numbers, index = gate.double().flatten(), heads.flatten().long()
-    sums = torch.bincount(index, numbers, minlength=n_heads)
-    return (sums / torch.bincount(index, minlength=n_heads)).cpu()
+    # Unlike bincount, this does not wait for the device.
+    sums, counts = (
+        numbers.new_zeros(n_heads).index_add(0, index, values)
+        for values in (numbers, torch.ones_like(numbers))
+    )
+    return sums / counts
 
 
 def gate_text(means: Tensor | None) -> str:
