@@ -123,7 +123,6 @@ def test_random_calls_have_the_output_gradients_and_errors_of_torchs(many, taken
     q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 4, 13, 16)
     assert not check((q, k, k), {"is_causal": True})
     if compiled_attention.ready():
-        assert taken[-1].k.shape[2] == 9
         assert many / 14 < len(taken) < many / 2
         assert any(call.q.shape[1] > call.k.shape[1] for call in taken)
         assert any(call.mask is not None for call in taken)
