@@ -68,20 +68,19 @@ class StepNumbers(Visitor):
         tokens: PassTokens,
         logit_changes: LogitChanges | None,
         optimizers: Sequence[Optimizer],
+        role_known: Callable[[Phase, bool], None],
         *,
         guard: Guarded,
         extras: frozenset[Extra] = frozenset(),
     ) -> None:
-        """name: the name of the model, "" if there is only one."""
+        """name: the name of the model, "" if there is only one. role_known: called with the role of each pass, and
+        whether it was measured."""
         self.name, self.tap = name, tap
         self.sites, self._tokens = sites, tokens
         self._logit_changes = logit_changes
         self._optimizers, self._guard = optimizers, guard
         self._extras = extras
-        # Called with the role of each pass, and whether it was measured.
-        self.role_known: Callable[[Phase, bool], None] = lambda phase, measured: None
-        # Called when a measured pass has ended.
-        self.pass_ended: Callable[[], None] = lambda: None
+        self._role_known = role_known
         self._numbers, self._is_loss_summed = PassNumbers(), False
         # Of the current step: a scalar that the model returned and that is not the loss.
         self._unused_scalar: Tensor | None = None
@@ -165,7 +164,6 @@ class StepNumbers(Visitor):
 
     def after(self, output: object, seen: bool) -> _Collected:
         self._tokens.end()
-        self.pass_ended()
         self.sites.pass_over()
         self.sites.report(seen)
         # Of several scalars nobody knows which one is the loss.
@@ -196,7 +194,7 @@ class StepNumbers(Visitor):
             if scalar is not None and not scalar.is_loss:
                 self._unused_scalar = numbers.pop(("", "train_loss")).value
             self._numbers.keep(numbers)
-        self.role_known(phase, measured)
+        self._role_known(phase, measured)
 
     def failed(self) -> None:
         self._numbers.begin()
@@ -216,10 +214,13 @@ class StepNumbers(Visitor):
                 self._spectra = self._compared(self._readers[0].multiplied)
             self._spectra.before()
         if gradient_scale is not None:
-            self._step_values = {
-                key: _unscaled(x, gradient_scale) if "grad" in key[1] else x
-                for key, x in self._step_values.items()
-            }
+            unscaled = dict(self._step_values)
+            for key, x in self._step_values.items():
+                if "grad" in key[1]:
+                    number = x if isinstance(x, Number) else Number(x)
+                    value = number.value / gradient_scale
+                    unscaled[key] = number._replace(value=value)
+            self._step_values = unscaled
 
     def _compared(self, sites: list[AttentionSite]) -> StepSpectra:
         """The object that compares the weights of these sites; warns if those of other sites cannot be compared."""
@@ -280,7 +281,8 @@ def _without_gradient(model: nn.Module, site: AttentionSite) -> list[str]:
     """The vectors (sinks, gains, scales) of an attention module that lack a gradient that other weights of it have."""
     module = model if site.name == "" else site.module
     name = site.name.partition("#")[0]
-    small = [module, *(m for m in module.modules() if _has_vectors_only(m))]
+    small = [module]
+    small += [m for m in module.modules() if {p.ndim for p in m.parameters()} == {1}]
     unused = [
         (inner, parameter)
         for inner in (small if name else small[:1])
@@ -293,11 +295,3 @@ def _without_gradient(model: nn.Module, site: AttentionSite) -> list[str]:
         return []
     names = {id(m): path for path, m in model.named_modules()}
     return [f"{names[id(m)]}.{p}".strip(".") for m, p in unused if id(m) in names]
-
-
-def _has_vectors_only(module: nn.Module) -> bool:
-    return {p.ndim for p in module.parameters()} == {1}
-
-
-def _unscaled(x: Tensor | Number, scale: Tensor) -> Tensor | Number:
-    return x._replace(value=x.value / scale) if isinstance(x, Number) else x / scale

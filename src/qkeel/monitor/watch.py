@@ -31,7 +31,7 @@ from qkeel.monitor.token_classes import (
     Classes,
     ClassSource,
     MaskSource,
-    QueryMaskSource,
+    PassTokens,
 )
 from qkeel.patching.optimizers import listed
 from qkeel.sites.find import named_models, sites_of_each
@@ -202,12 +202,7 @@ def watch(
         rules=None
         if rules is None
         else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
-        query_mask={}
-        if query_mask is None
-        else {n: QueryMaskSource.on(x, query_mask) for n, x in models.items()},
-        classes={}
-        if classes is None
-        else {n: Classes.on(x, classes) for n, x in models.items()},
+        tokens={n: PassTokens(x, query_mask, classes) for n, x in models.items()},
         probe=None if probe_batch is None else arguments(probe_batch, "probe batch"),
         planned=planned,
         sites=sites_of_each(sites, models),
