@@ -8,9 +8,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from qkeel.patching.modes import Guarded, function_name, unguarded
+from qkeel.patching.modes import Guarded, ReadingMode, function_name, unguarded
 
 # A head with a smaller mean gate is shut.
 SHUT = 0.05
@@ -62,7 +61,7 @@ class _Output:
 
 
 @final
-class GateMode(TorchFunctionMode):
+class GateMode(ReadingMode):
     """Follows the outputs of attention to what they are multiplied by; `gates` has the mean gate [h] by site.
 
     It has to be below the mode that finds attention calls, which reports each to `captured`: one that is written by hand
