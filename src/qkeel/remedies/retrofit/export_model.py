@@ -35,7 +35,6 @@ from qkeel.records.file_formats import write_json
 from qkeel.remedies.apply import active_remedies
 from qkeel.remedies.head_norms import HeadNorm
 from qkeel.safetensors_io import DTYPES, INDEX, PICKLES, TensorReader, open_checkpoint
-from qkeel.spec import RMSNorm
 
 # Target architectures in transformers: the tensors to rename or add, and the config.
 
@@ -344,7 +343,7 @@ class Conversion:
 SHARD = 5_000_000_000
 _ASSUMED = (
     "the checkpoint does not say which norms q and k have: they are taken as RMS norms with eps {:g}, rms_norm_eps of "
-    "config.json, as qkeel.retrofit inserts them. qkeel.apply(model, 'qk_norm') inserts them with eps {:g}: then give "
+    "config.json, as qkeel.retrofit inserts them. qkeel.apply(model, 'qk_norm') inserts them with eps 1e-06: then give "
     "norm_eps (--norm-eps), or qkeel.export the model itself, whose norms are read"
 )
 _WEIGHTS = (".safetensors", ".index.json", ".py", ".gguf", ".h5", ".msgpack", *PICKLES)
@@ -403,7 +402,7 @@ def convert(
     conversion = Conversion(architecture, opened.config, {*loaders}, norm_eps)
     if norm_eps is None:
         # A checkpoint holds the gains of its norms, and nothing else of them.
-        caution(_ASSUMED.format(conversion.eps, RMSNorm().eps))
+        caution(_ASSUMED.format(conversion.eps))
     with _new_folder(Path(path)) as folder:
         for file in source.iterdir():
             is_weight = file.name.endswith(_WEIGHTS) or file.name.startswith(".")
