@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -10,38 +9,26 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qkeel.patching.modes import Guarded, function_name, unguarded
+from qkeel.patching.modes import (
+    Guarded,
+    function_name,
+    in_function_transform,
+    unguarded,
+)
 
 # A head with a smaller mean gate is shut.
 SHUT = 0.05
-# Numbers of a gate that are averaged, in float64.
-_AVERAGED = 1 << 22
-# These move nothing.
-_KEEPS = ("to", "float", "type_as", "clone", "dropout", "contiguous")
-_MOVES = frozenset(
-    {
-        *("transpose", "swapaxes", "permute", "movedim", "reshape", "view", "flatten"),
-        *("unflatten", "unsqueeze", "squeeze", "expand", "getitem"),
-        *_KEEPS,
-    }
-)
 _PRODUCTS = frozenset({"scaled_dot_product_attention", "matmul", "bmm", "einsum"})
-
-
-@final
-@dataclasses.dataclass(slots=True, eq=False)
-class _Output:
-    """The output of a site on its way, times a constant; `heads` has the head of each number."""
-
-    x: Tensor
-    site: str
-    heads: Tensor
-    factor: float = 1.0
+_TIMES = frozenset({"mul", "rmul", "multiply"})
+# These may copy, so that the storage no longer shows where numbers come from.
+_COPIES = frozenset(
+    {"to", "float", "type_as", "clone", "contiguous", "dropout", "reshape", "flatten"}
+)
 
 
 @final
 class GateMode(TorchFunctionMode):
-    """Follows the outputs of attention to what they are multiplied by; `gates` has the mean gate [h] by site.
+    """Tells when the output of attention is multiplied by what a sigmoid made; `gates` has the mean gate [h] by site.
 
     It has to be below the mode that finds attention calls, which reports each to `captured`.
 
@@ -54,8 +41,10 @@ class GateMode(TorchFunctionMode):
         self._guard = guard
         # The latest product, which is the output of the attention that is reported next.
         self._product: Tensor | None = None
-        # By id; the tensors are kept, so that no other gets their id.
-        self._outputs: dict[int, _Output] = {}
+        self._site, self._shape = "", torch.Size()
+        # By storage, the output of the attention that was reported last, times a constant, and what sigmoids made; the
+        # tensors are kept, so that no other gets their memory.
+        self._outputs: dict[int, tuple[Tensor, float]] = {}
         self._sigmoids: dict[int, Tensor] = {}
 
     def __torch_function__(
@@ -67,82 +56,61 @@ class GateMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        # What is being compiled has no values.
-        if isinstance(output, Tensor) and not torch.compiler.is_compiling():
-            self._guard(self._follow, func, args, kwargs, output)
+        # What is being compiled or transformed has no values.
+        has_values = not (torch.compiler.is_compiling() or in_function_transform())
+        if isinstance(output, Tensor) and has_values:
+            self._guard(self._follow, function_name(func), args, output)
         return output
 
     def captured(self, site: str) -> None:
-        """Begins to follow the output of a site."""
+        """Begins to look for the gate of a site."""
         x, self._product = self._product, None
-        # Of earlier sites nothing is followed any longer: each costs a byte for every number of its output.
         self._outputs.clear()
         # Of a tensor that is split between processes, one holds some heads alone.
         if type(x) is Tensor and x.ndim == 4 and not x.is_meta:
-            # With the strides of x, so that it goes where x goes.
-            dtype = torch.uint8 if x.shape[1] < 256 else torch.int16
-            heads = torch.empty_like(x, dtype=dtype, requires_grad=False)
-            numbers = torch.arange(x.shape[1], dtype=dtype, device=x.device)
-            heads.copy_(numbers[None, :, None, None])
-            self._outputs[id(x)] = _Output(x, site, heads)
+            self._site, self._shape = site, x.shape
+            self._outputs[_storage(x)] = x, 1.0
 
-    def _follow(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> None:
-        name = function_name(func)
+    def _follow(self, name: str, args: tuple[Any, ...], output: Tensor) -> None:
         if name in _PRODUCTS:
             self._product = output
-        elif name == "sigmoid":
-            self._sigmoids[id(output)] = output
-        elif name in _MOVES and args:
-            self._move(func, args, kwargs, output)
-        elif name in ("mul", "rmul", "multiply") and len(args) == 2:
-            self._multiply(args[0], args[1], output)
-
-    def _move(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> None:
-        tag = self._outputs.get(id(args[0]))
-        if tag is not None:
-            heads = tag.heads
-            if function_name(func) not in _KEEPS:
-                try:
-                    heads = func(tag.heads, *args[1:], **kwargs)
-                except RuntimeError:
-                    # A view that the strides of this tensor do not allow: the way ends here.
-                    return
-            self._outputs[id(output)] = dataclasses.replace(tag, x=output, heads=heads)
-        if id(args[0]) in self._sigmoids:
-            self._sigmoids[id(output)] = output
-
-    def _multiply(self, first: object, second: object, output: Tensor) -> None:
-        for x, y in ((first, second), (second, first)):
-            tag, gate = self._outputs.get(id(x)), self._sigmoids.get(id(y))
-            if tag is not None and gate is not None:
-                means = _means(gate.detach(), tag.heads, output.shape)
-                self.gates.setdefault(tag.site, means * tag.factor)
-            elif isinstance(y, (int, float)):
+        if type(output) is not Tensor or output.is_meta:
+            return
+        if name == "sigmoid":
+            self._sigmoids[_storage(output)] = output
+        pairs: tuple[tuple[object, object], ...] = ()
+        if name in _COPIES and args:
+            pairs = ((args[0], 1.0),)
+        elif name in _TIMES and len(args) == 2:
+            pairs = (args, args[::-1])
+        for x, factor in pairs:
+            tag, is_gate = self._outputs.get(_storage(x)), _storage(x) in self._sigmoids
+            if isinstance(factor, (int, float)):
                 if tag is not None:
-                    factor = tag.factor * y
-                    self._outputs[id(output)] = dataclasses.replace(
-                        tag, x=output, factor=factor
-                    )
-                if id(x) in self._sigmoids:
-                    self._sigmoids[id(output)] = output
+                    self._outputs[_storage(output)] = output, tag[1] * factor
+                if is_gate:
+                    self._sigmoids[_storage(output)] = output
+            elif tag is not None and _storage(factor) in self._sigmoids:
+                self._average(x, factor, tag[1])
+
+    def _average(self, x: Tensor, gate: Tensor, factor: float) -> None:
+        """Averages a gate that multiplies the output of the site, in one of the layouts that it goes through."""
+        b, h, t, d = self._shape
+        gate = gate.detach().expand(x.shape)
+        if x.shape == (b, t, h * d):
+            gate = gate.unflatten(-1, (h, d))
+        elif x.shape == (b, h, t, d) and t != h:
+            gate = gate.transpose(1, 2)
+        if gate.shape == (b, t, h, d):
+            means = factor * gate.mean((0, 1, 3), dtype=torch.float32)
+            self.gates.setdefault(self._site, means)
 
 
-def _means(gate: Tensor, heads: Tensor, shape: torch.Size) -> Tensor:
-    """The mean gate of each head; of many numbers, evenly spaced rows of the first dimension speak for all."""
-    gate, heads = gate.expand(shape), heads.expand(shape)
-    n_heads = int(heads.max()) + 1
-    # Eight rows or more remain.
-    step = min(-(-gate.numel() // _AVERAGED), max(1, len(gate) // 8))
-    # Unless that dimension is the heads.
-    if step > 1 and int(heads[0].max()) - int(heads[0].min()) + 1 == n_heads:
-        gate, heads = gate[::step], heads[::step]
-    numbers, index = gate.double().flatten(), heads.flatten().long()
-    sums = torch.bincount(index, numbers, minlength=n_heads)
-    return (sums / torch.bincount(index, minlength=n_heads)).cpu()
+def _storage(x: object) -> int:
+    """The address of a tensor's memory, which its views share."""
+    if type(x) is Tensor and not x.is_meta:
+        return x.untyped_storage().data_ptr()
+    return -1
 
 
 def gate_text(means: Tensor | None) -> str:
