@@ -42,58 +42,6 @@ class Packed:
         call = make_call(spec, self.q, self.k, self.k, causal=self.causal)
         return band_call(call, window=self.window, cu_seqlens=self.ends, **more)
 
-    def rows(self):
-        """Largest and smallest logit, logsumexp, entropy and number of keys of each row [h total], of one sequence."""
-        h, total = self.q.shape[1:3]
-        empty = (-torch.inf, torch.inf, -torch.inf, 0.0, 0)
-        found = tuple(torch.full((h, total), x, dtype=torch.float64) for x in empty)
-        a, b = (x.tolist() for x in self.ends)
-        for i, j, m, n in zip(a, a[1:], b, b[1:]):
-            if j > i and n > m:
-                for all_rows, own in zip(
-                    found, self._sequence(slice(i, j), slice(m, n))
-                ):
-                    all_rows[:, i:j] = own
-        return found  # type: ignore[return-value]
-
-    def _sequence(self, rows, keys):
-        q = self.q[0, :, rows].double()
-        k = (
-            self.k[0, :, keys]
-            .double()
-            .repeat_interleave(self.q.shape[1] // self.k.shape[1], 0)
-        )
-        z = SCALE * q @ k.mT
-        away = (
-            torch.arange(z.shape[1])[:, None]
-            + z.shape[2]
-            - z.shape[1]
-            - torch.arange(z.shape[2])
-        )
-        hidden = torch.zeros_like(away, dtype=torch.bool)
-        left, right = self.window
-        if self.causal:
-            hidden |= away < 0
-        if left >= 0:
-            hidden |= away > left
-        if right >= 0:
-            hidden |= away < -right
-        low = (self.cap * torch.tanh(z / self.cap) if self.cap else z).masked_fill(
-            hidden, -torch.inf
-        )
-        lse = low.logsumexp(-1)
-        p = torch.where(hidden, 0.0, (low - lse[..., None]).exp())
-        entropy = torch.special.entr(p).sum(-1)
-        inf = torch.inf
-        n = (~hidden).sum(-1).expand(len(z), -1)
-        return (
-            z.masked_fill(hidden, -inf).amax(-1),
-            z.masked_fill(hidden, inf).amin(-1),
-            lse,
-            entropy,
-            n,
-        )
-
 
 def packed(name, *, causal=True, window="all", cap=0.0):
     """Sequences of the lengths of that name."""

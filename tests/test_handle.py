@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from qkeel.errors import InvalidValueError
@@ -31,49 +33,38 @@ def test_leaving_the_block_undoes_even_after_an_error():
     assert log == ["undone"]
 
 
-def test_the_last_change_goes_first():
-    log: list[int] = []
-    whole = compose(Handle(lambda i=i: log.append(i)) for i in range(3))
-    whole.remove()
-    assert log == [2, 1, 0]
-
-
-def test_a_part_removed_before_is_not_undone_again():
-    log: list[int] = []
-    parts = [Handle(lambda i=i: log.append(i)) for i in range(2)]
-    whole = compose(parts)
-    parts[1].remove()
-    whole.remove()
-    assert log == [1, 0]
-
-
-def test_state_and_load_reach_every_part_however_nested():
-    values = [{"x": 1}, {"x": 2}, {"x": 3}]
-
-    def handle(i):
-        return Handle(
-            lambda: None, state=lambda: dict(values[i]), load=values[i].update
+def nested(draw, log, depth=2):
+    """Changes with a number each, in random nests; those inside, in their order, with their states."""
+    if depth == 0 or draw.random() < 0.3:
+        state = {"x": draw.random()}
+        leaf = Handle(
+            lambda: log.append(state["x"]),
+            state=lambda: dict(state),
+            load=state.update,
         )
+        return leaf, [(leaf, state)]
+    parts = [nested(draw, log, depth - 1) for _ in range(draw.randint(1, 12))]
+    leaves = [leaf for _, inside in parts for leaf in inside]
+    return compose(part for part, _ in parts), leaves
 
-    whole = compose([handle(0), compose([handle(1), handle(2)])])
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_whole_keeps_the_state_of_every_part_and_undoes_the_last_first_and_once(seed):
+    draw, log = random.Random(seed), list[float]()
+    whole, leaves = nested(draw, log)
+    values = [state["x"] for _, state in leaves]
     saved = whole.state()
-    assert saved == {"0.x": 1, "1.0.x": 2, "1.1.x": 3}
-    for v in values:
-        v["x"] = 0
+    assert list(saved.values()) == values
+    for _, state in leaves:
+        state["x"] = 0.0
     whole.load(saved)
-    assert values == [{"x": 1}, {"x": 2}, {"x": 3}]
-
-
-def test_more_than_ten_parts_keep_their_own_state():
-    values = [{"x": i} for i in range(12)]
-    whole = compose(
-        Handle(lambda: None, state=lambda v=v: dict(v), load=v.update) for v in values
-    )
-    saved = whole.state()
-    for v in values:
-        v["x"] = -1
-    whole.load(saved)
-    assert [v["x"] for v in values] == list(range(12))
+    assert [state["x"] for _, state in leaves] == values
+    early = draw.randrange(len(leaves))
+    leaves[early][0].remove()  # before the others, and not again
+    whole.remove()
+    whole.remove()
+    first = values.pop(early)
+    assert log == [first, *values[::-1]]
 
 
 def test_a_handle_without_state_saves_nothing_and_refuses_the_state_of_another():

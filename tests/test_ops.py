@@ -5,7 +5,7 @@ import torch
 
 from qkeel import attention, preset
 from qkeel.errors import RefusedError, UnknownNameError
-from qkeel.ops import KERNELS, choose, run, run_with_weights
+from qkeel.ops import run, run_with_weights
 from qkeel.spec import AttentionSpec, Sigmoid, Softcap
 from qkeel.spec.call import make_call
 
@@ -17,41 +17,12 @@ PARAMS = SPEC.init_params(4, 2, 8)
 WHOLE = ("sdpa", "chunked")  # the kernels for every position that folds into q and k
 
 
-def test_output_keeps_shape_and_dtype_of_the_queries():
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        q, k, v = Q.to(dtype), K.to(dtype), V[..., :6].to(dtype)
-        for impl in WHOLE:
-            out = attention(q, k, v, spec=SPEC, params=PARAMS, impl=impl)
-            assert out.shape == (2, 4, 5, 6)
-            assert out.dtype == dtype
-
-
 def test_the_weights_are_those_that_make_the_output():
     call = make_call(SPEC, Q, K, V, params=PARAMS)
     out, weights = run_with_weights(call)
     torch.testing.assert_close(out, run(call))
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 5))
     torch.testing.assert_close(weights @ V.repeat_interleave(2, 1), out)
-
-
-def test_causal_is_the_default():
-    one = attention(Q, K, V, spec=SPEC, params=PARAMS)
-    assert torch.equal(one, attention(Q, K, V, spec=SPEC, params=PARAMS, causal=True))
-    assert not torch.allclose(
-        one, attention(Q, K, V, spec=SPEC, params=PARAMS, causal=False)
-    )
-
-
-def test_auto_is_the_first_kernel_that_can(monkeypatch):
-    monkeypatch.setenv(
-        "QKEEL_NATIVE", "0"
-    )  # with compiled kernels these calls take the native one
-    plain, capped = (
-        make_call(preset("baseline"), Q, K, V),
-        make_call(AttentionSpec(cap=Softcap(5.0)), Q, K, V),
-    )
-    assert choose(plain, "auto") is KERNELS["sdpa"]
-    assert choose(capped, "auto") is KERNELS["chunked"]
 
 
 @pytest.mark.parametrize(

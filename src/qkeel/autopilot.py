@@ -37,10 +37,8 @@ from qkeel.handle import Handle, State, compose, under
 from qkeel.metrics import Row
 from qkeel.monitor import Cadence, PlannedRates, Sink, thresholds
 from qkeel.monitor.forecast import Forecast
-from qkeel.monitor.history import History
+from qkeel.monitor.history import History, Recording
 from qkeel.monitor.monitor import Monitor
-from qkeel.monitor.record import Sample
-from qkeel.monitor.recording import Recording
 from qkeel.monitor.rules import (
     Alarm,
     Approach,
@@ -55,6 +53,7 @@ from qkeel.monitor.rules import (
     largest_logit,
     outgrowing,
 )
+from qkeel.monitor.sample import Sample
 from qkeel.monitor.token_classes import MaskSource
 from qkeel.monitor.watch import watch
 from qkeel.options import Count, Positive, build, lookup, parse, settle

@@ -162,19 +162,21 @@ def _header(file: Path) -> list[StoredTensor]:
     if start.startswith(_PICKLE_STARTS) and start[8:] != b"{":
         raise _refusal(file)
     try:
-        with safe_open(
-            file, framework="pt"
-        ) as stored:  # checks the header and that the tensors fill the file
-            slices = {name: stored.get_slice(name) for name in stored.offset_keys()}
-            return [
-                StoredTensor(
-                    name=name,
-                    file=file,
-                    dtype=entry.get_dtype(),
-                    shape=tuple(entry.get_shape()),
-                )
-                for name, entry in slices.items()
-            ]
+        # This checks the header and that the tensors fill the file.
+        with safe_open(file, framework="pt") as stored:
+            names = stored.offset_keys()
+        # `get_slice` copies the list of all tensors for each one.
+        with open(file, "rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        return [
+            StoredTensor(
+                name=name,
+                file=file,
+                dtype=header[name]["dtype"],
+                shape=tuple(header[name]["shape"]),
+            )
+            for name in names
+        ]
     except (SafetensorError, ValueError, OSError) as failure:
         raise DataError(
             f"{file} is truncated or not a safetensors file: {failure}; download or save it again"
@@ -232,7 +234,9 @@ class TensorReader:
 
     def parts(self, tensor: StoredTensor) -> Iterator[Tensor]:
         """Yields the tensor's numbers in parts of at most about `REMAP` bytes."""
-        if not tensor.shape or 0 in tensor.shape:
+        size = math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
+        # Most tensors of a file with many are small, and a slice takes time in proportion to their number.
+        if size <= REMAP:
             yield self.read(tensor).flatten()
             return
         row = math.prod(tensor.shape[1:])

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import sys
 
 import pytest
 import torch
@@ -17,6 +18,29 @@ from qkeel.errors import (
     UnknownNameError,
 )
 from qkeel.safetensors_io import open_checkpoint
+
+
+def test_many_tensors_take_time_in_proportion(tmp_path):
+    """Of the others in the file, none is looked at for each weight."""
+    counts = []
+    for n in (20, 80):
+        tensors = {
+            f"h.{i}.attn.{x}_proj.weight": torch.eye(8) for i in range(n) for x in "qk"
+        }
+        save_file(tensors, tmp_path / f"{n}.safetensors")
+        calls = 0
+
+        def count(*_):
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count)
+        try:
+            scan(tmp_path / f"{n}.safetensors", flags=Geometry(n_heads=2))
+        finally:
+            sys.setprofile(None)
+        counts.append(calls)
+    assert counts[1] < 5 * counts[0]
 
 
 def test_pickles_are_refused_unopened_with_the_way_to_convert(tmp_path):

@@ -369,9 +369,19 @@ def test_where_the_config_says_something_else_it_is_a_sentence(changes, words):
     gemma = built("Gemma2")
     for name, value in changes.items():  # after it was built
         setattr(gemma.config, name, value)
-    found = qkeel.explain(gemma, IDS).differences
+    explanation = qkeel.explain(gemma, IDS)
+    found = explanation.differences
     assert len(found) == bool(words)
     assert all(word in found[0] for word in words)
+    # What agrees is compared too, and the table says so.
+    compared = {
+        setting: (says, does) for setting, says, does, _ in explanation.compared
+    }
+    assert len(compared) >= 5
+    for setting in ("num_attention_heads", "head_dim", "attn_logit_softcapping"):
+        says, does = map(float, compared[setting])
+        assert (says == does) == (setting not in changes)
+    assert all(setting in explanation.table() for setting in compared)
 
 
 @pytest.mark.parametrize(
@@ -396,6 +406,12 @@ def test_a_window_of_the_config_is_compared(config, window, differs):
     found = qkeel.explain(model, torch.randn(1, 12, 32))
     assert found.sites[0].window == (window if window < 12 else None)
     assert len(found.differences) == differs
+
+
+def test_without_a_config_nothing_is_said_to_agree():
+    found = qkeel.explain(nn.Sequential(Windowed(4)), torch.randn(1, 12, 32))
+    assert found.compared == ()
+    assert "no setting of a config was compared" in found.table()
 
 
 def test_arguments_and_failures():

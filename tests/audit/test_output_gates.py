@@ -7,6 +7,7 @@ import random
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -75,6 +76,28 @@ def test_means_of_gates_are_those_of_float64(shape, seed):
         assert means == pytest.approx(layer.means, rel=5e-3)
         n = sum(mean < 0.05 for mean in layer.means)
         assert f"{n} of {layer.heads} heads" in site.gate
+
+
+@pytest.mark.parametrize("shape", ["head", "feature", "none"])
+def test_gates_are_recorded_step_by_step(shape):
+    torch.manual_seed(1)
+    model = nn.Sequential(*(Gated(random.Random(1), shape) for _ in range(2)))
+    optimizer = torch.optim.SGD(model.parameters(), 30.0)
+    records = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", QkeelWarning)
+        with qkeel.watch(model, optimizer, stats="all+gates") as monitor:
+            for _ in range(3):
+                model(torch.randn(2, 6, 32)).square().mean().backward()
+                means = [layer.means for layer in model if isinstance(layer, Gated)]
+                optimizer.step()
+                optimizer.zero_grad()
+                gates = monitor.sample.heads.get("output_gate")
+                assert (gates is None) == (shape == "none")
+                if gates is not None:
+                    assert gates == pytest.approx(np.array(means), rel=1e-4)
+                    records.append(gates)
+    assert shape == "none" or abs(records[0] - records[2]).max() > 1e-3
 
 
 @pytest.mark.parametrize("shape", ["head", "feature"])

@@ -14,7 +14,7 @@ from qkeel.autopilot import (
     SiteFacts,
     active_actions,
 )
-from qkeel.monitor.recording import Recording
+from qkeel.monitor.history import Recording
 
 WATCH, CLIP, RATES, NONE = Action
 SITES = (SiteFacts(name="a", n_heads=2), SiteFacts(name="b", n_heads=2))

@@ -281,6 +281,7 @@ def test_a_recipe_may_hold_the_grid(tmp_path, capsys):
         ("[study]\nseedz = [4, 5]\n", "Did you mean 'seeds'"),
         ("study = 3\n", "expected [study] to be a table"),
         ("steps = ", "is not valid TOML"),
+        ("a = " + "[" * 2000, "TOML"),
     ):
         recipe.write_text(text)
         assert said in refused(words, capsys)
@@ -418,6 +419,10 @@ def test_bad_corpora_and_directories_are_one_line_and_exit_code_2(tmp_path, caps
         words = ["--data", str(tmp_path / name), "--out", str(place)]
         assert message in refused(["run", *words, *extra], capsys)
     assert not place.exists()
+    (tmp_path / "folder").mkdir()
+    for name, message in (("folder", "no text files"), ("a" * 300, "cannot use")):
+        words = ["run", "--data", str(tmp_path / name), "--out", str(place)]
+        assert message in refused(words, capsys)
     run = ["run", *TINY, "--out", str(place)]
     main(run)
     assert "these differ: seed" in refused([*run, "--seed", "1"], capsys)
@@ -426,6 +431,8 @@ def test_bad_corpora_and_directories_are_one_line_and_exit_code_2(tmp_path, caps
         assert "Choose a writable directory" in refused(
             [*command, *TINY, *inside], capsys
         )
+    page = ["report", str(place), "-o", str(tmp_path / ("a" * 300))]
+    assert "too long" in refused(page, capsys)
     (place / "config.json").write_text("{")
     assert "is not complete JSON" in refused(run, capsys)
 

@@ -98,7 +98,11 @@ def test_they_are_those_of_the_whole_matrix_in_float64(name):
         assert_same(logit_stats(split).classes, recomputed(split), case)
 
 
-def test_so_they_are_for_every_geometry_and_with_rows_that_do_not_count():
+def test_so_they_are_for_every_geometry_in_blocks_and_with_rows_that_do_not_count(
+    monkeypatch,
+):
+    monkeypatch.setattr(statistics, "BLOCK", 60)
+    monkeypatch.setattr(statistics, "ROWS", 2)
     for i, (case, call) in enumerate(
         calls(SPECS["gemma2"], torch.float64, ALL, seed=6)
     ):
@@ -107,18 +111,6 @@ def test_so_they_are_for_every_geometry_and_with_rows_that_do_not_count():
             classed(call, i), torch.rand(call.query_shape, generator=rng) < 0.6
         )
         assert_same(logit_stats(masked).classes, recomputed(masked), case)
-
-
-def test_cutting_the_rows_into_blocks_changes_nothing(
-    monkeypatch,
-):
-    monkeypatch.setattr(statistics, "BLOCK", 60)
-    monkeypatch.setattr(statistics, "ROWS", 2)
-    for i, (case, call) in enumerate(
-        calls(SPECS["qwen3"], torch.float64, SOME, seed=7)
-    ):
-        split = classed(call, i, alike=i % 2 == 0)
-        assert_same(logit_stats(split).classes, recomputed(split), case)
 
 
 @pytest.mark.parametrize("name", one_in(SOFT[::4], 8))

@@ -6,14 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.contract.conformance.kinds import refusal_of
 
-from qkeel.ops import KERNELS
 from qkeel.remedies import REMEDIES
-from qkeel.remedies.change_spec import ChangeSpec
 from qkeel.spec import PRESETS
 
-from .matrix import FOREIGN, foreign_refusal, kernel_refusal, of_kernels, of_kinds
+from .matrix import FOREIGN, foreign_refusal, of_kernels, of_kinds
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 HINT = "python -m tests.conformance.modes > docs/compatibility.md"
@@ -43,33 +40,6 @@ def test_the_page_in_the_docs_is_what_the_command_prints():
     assert done.returncode == 0, done.stderr[-3000:]
     if PAGE.exists():
         assert PAGE.read_text(encoding="utf-8") == done.stdout, HINT
-
-
-def test_every_preset_has_a_kernel_and_the_last_takes_all():
-    last = list(KERNELS)[-1]
-    assert [name for name in PRESETS if kernel_refusal(name, last)] == []
-
-
-def test_only_a_capped_preset_is_refused_by_sdpa():
-    refused = {name for name in PRESETS if kernel_refusal(name, "sdpa")}
-    assert refused == {"gemma2"}
-    assert "cap" in kernel_refusal("gemma2", "sdpa")
-
-
-def test_plain_attention_refuses_no_remedy():
-    assert {
-        name: refusal_of(name, "MHA") for name in REMEDIES if refusal_of(name, "MHA")
-    } == {}
-
-
-def test_every_remedy_says_what_it_computes():
-    """A formula of its own, or the slot of the spec that it changes."""
-    formulas = {
-        name
-        for name, remedy in REMEDIES.items()
-        if remedy.rule or issubclass(remedy, ChangeSpec)
-    }
-    assert formulas == set(REMEDIES) - {"none"}
 
 
 NORMS = ("qk_norm", "key_norm", "query_norm", "cosine")

@@ -32,4 +32,4 @@ def test_watching_waits_for_the_device_at_the_end_of_a_step_alone_and_launches_n
             ]
             assert times == 1, name
             # The copy of all numbers at once, which on CUDA goes into pinned memory and is not waited for.
-            assert place.startswith("_to_copy qkeel/monitor/gather")
+            assert place.startswith("_to_copy qkeel/monitor/step_vector")

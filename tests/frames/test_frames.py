@@ -156,33 +156,12 @@ def test_figures_show_what_was_recorded(run):
     ]
     (image,) = loaded.plot("heads").images
     assert image.get_array()[0].tolist() == [1.0, 2.0, 20.0]
-    assert (
-        loaded.plot("forecast").get_title()
-        == "3 records are too few for a forecast, which needs 6"
-    )
     steps = np.arange(100, 1100, 100)
     grows = History(
         steps=steps,
         values={},
         heads={"max_logit": (2.0 * steps)[:, None, None] + np.zeros((1, 12, 1))},
     )
-    assert (
-        grows.plot("forecast").get_title().startswith("will pass 10,000 at step 5,000")
-    )
-    for exponent, title in (
-        (0.1, "will not pass 10,000 by step 10,000 if the trend continues"),
-        (2, "is already over 1e4"),
-    ):
-        values = (2.0 * steps**exponent)[:, None, None]
-        assert (
-            History(steps=steps, values={}, heads={"max_logit": values})
-            .plot("forecast")
-            .get_title()
-            == title
-        )
-    threshold, ahead = grows.plot("forecast").lines[-2:]
-    assert threshold.get_ydata()[0] == 10_000
-    assert ahead.get_xydata().ravel() == pytest.approx([1000, 2000, 5000, 10_000])
     assert grows.plot().get_title() == "from layer 0 (dark) to layer 11 (light)"
     assert grows.plot(ax=drift) is drift
     for n in (8, 9):

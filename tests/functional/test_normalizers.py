@@ -27,47 +27,23 @@ names = st.sampled_from(sorted(WEIGHS))
 
 
 @few
-@given(seed=seeds, size=st.floats(0.1, 1000))
-def test_softmax_rows_sum_to_one_or_to_zero_if_they_see_nothing(
-    seed: int, size: float
-) -> None:
-    visible = some_visible(seed, 2, 6, 5)
-    total = F.softmax(size * randn(seed, 2, 6, 5), visible).sum(-1)
-    torch.testing.assert_close(total, visible.any(-1).double(), rtol=0, atol=1e-12)
-
-
-@few
 @given(seed=seeds, size=st.floats(0.1, 1e4), name=names)
-def test_weights_are_never_negative_never_nan_and_zero_where_not_visible(
+def test_hidden_keys_weigh_nothing_whatever_stands_there_and_the_others_as_if_alone(
     seed: int, size: float, name: str
 ) -> None:
-    visible = some_visible(seed, 6, 5)
-    weights = WEIGHS[name](size * randn(seed, 6, 5), visible)
-    assert weights.isfinite().all()
+    z, visible, weigh = size * randn(seed, 6, 5), some_visible(seed, 6, 5), WEIGHS[name]
+    weights = weigh(z, visible)
     assert (weights >= 0).all()
-    assert (weights[~visible] == 0).all()
-
-
-@few
-@given(seed=seeds, name=names)
-def test_what_is_not_visible_does_not_matter(seed: int, name: str) -> None:
-    z, visible = randn(seed, 6, 5), some_visible(seed, 6, 5)
-    expected = WEIGHS[name](z, visible)
-    for junk in (1e9, -1e9, torch.inf, -torch.inf, torch.nan):
-        assert torch.equal(
-            WEIGHS[name](z.masked_fill(~visible, junk), visible), expected
+    for junk in (1e9, -torch.inf, torch.nan):
+        assert torch.equal(weigh(z.masked_fill(~visible, junk), visible), weights)
+    for row, shown, found in zip(z, visible, weights):
+        assert not found[~shown].any()
+        torch.testing.assert_close(
+            found[shown], weigh(row[None, shown], None)[0], rtol=1e-12, atol=1e-15
         )
-
-
-@few
-@given(seed=seeds, name=names)
-def test_hiding_keys_is_leaving_them_out(seed: int, name: str) -> None:
-    z = randn(seed, 4, 7)
-    visible = torch.tensor([True, False, True, True, False, True, False])
-    hidden = WEIGHS[name](z, visible[None])[:, visible]
-    torch.testing.assert_close(
-        hidden, WEIGHS[name](z[:, visible], None), rtol=1e-12, atol=1e-15
-    )
+    if name == "softmax":
+        total = visible.any(-1).double()
+        torch.testing.assert_close(weights.sum(-1), total, rtol=0, atol=1e-12)
 
 
 @every_map
@@ -89,15 +65,6 @@ def test_the_gradient_is_right(weigh):
     )
 
 
-def test_the_sinks_gradient_is_finite_with_an_empty_row():
-    sink = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
-    F.sink_softmax(
-        randn(0, 6, 5), sink, some_visible(0, 6, 5)
-    ).square().sum().backward()
-    assert sink.grad is not None
-    assert sink.grad.isfinite().all()
-
-
 @few
 @given(seed=seeds, factor=st.floats(1e-6, 1e6))
 def test_entropy_is_that_of_the_row_made_to_sum_to_one(
@@ -105,11 +72,6 @@ def test_entropy_is_that_of_the_row_made_to_sum_to_one(
 ) -> None:
     p = randn(seed, 9).abs()
     assert F.entropy(factor * p).item() == pytest.approx(F.entropy(p).item(), rel=1e-10)
-
-
-def test_a_row_with_one_visible_key_is_divided_by_one():
-    z, visible = torch.tensor([[[[3.0, 2.0]]]]), torch.tensor([[[[True, False]]]])
-    assert F.squared_relu(z, visible).flatten().tolist() == [9.0, 0.0]
 
 
 def test_without_keys_there_are_no_weights_and_eps_is_added_behind_the_maximum():

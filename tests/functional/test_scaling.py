@@ -48,11 +48,3 @@ def test_a_gain_reaches_the_numbers_its_shape_names(shape):
     whole = gain.expand(2, 4)
     expected = torch.stack([x[:, h] * whole[h] for h in range(2)], dim=1)
     torch.testing.assert_close(apply_gain(x, gain), expected, rtol=0, atol=0)
-
-
-def test_a_gain_keeps_the_dtype_of_what_it_multiplies():
-    assert (
-        apply_gain(randn(0, 1, 2, 3, 4).bfloat16(), torch.ones(4)).dtype
-        == torch.bfloat16
-    )
-    assert apply_gain(randn(0, 1, 2, 3, 4), torch.ones(2, 4)).dtype == torch.float64

@@ -40,18 +40,6 @@ def test_the_spectra_are_those_of_the_dense_matrices(size, widths):
             assert [float(x[h]) for x in own] == pytest.approx(dense(matrix), rel=1e-9)
 
 
-def test_a_rank_one_step_and_an_isotropic_one_are_the_ends_of_the_scale():
-    one = torch.zeros(1, 4, 6, dtype=torch.float64)
-    one[0, 0, 0] = 3.0
-    assert [float(x) for x in product_spectrum(one, one)] == pytest.approx(
-        [9.0, 1.0, 0.0]
-    )
-    every = torch.eye(4, 6, dtype=torch.float64)[None]
-    assert [float(x) for x in product_spectrum(every, every)] == pytest.approx(
-        [1.0, 4.0, math.log(4)]
-    )
-
-
 def test_no_step_has_no_direction_and_broken_weights_spoil_only_their_head():
     x = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0))
     a = x.clone()

@@ -1,5 +1,6 @@
 """`attn_implementation="qkeel"` computes what transformers' own does in every causal model, and is watched alike."""
 
+import random
 import subprocess
 import sys
 
@@ -16,7 +17,7 @@ from torch import nn
 
 import qkeel
 from qkeel.errors import RefusedError
-from qkeel.integrations import register_attention
+from qkeel.integrations import huggingface, register_attention
 from qkeel.integrations.huggingface import attend
 
 NO_DROPOUT = {
@@ -145,6 +146,95 @@ def test_remedies_reach_it_as_they_reach_sdpa():
                 optimizer.step()
             found.append(out(model, x).detach())
         torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+
+
+def truth(q, k, v, mask, causal, options):
+    """What `attend` says that it computes, in float64, from every pair of a query and a key."""
+    (t, s), share = (q.shape[2], k.shape[2]), q.shape[1] // k.shape[1]
+    q, k, v = q.double(), *(x.double().repeat_interleave(share, 1) for x in (k, v))
+    z = q @ k.mT * options.get("scaling", q.shape[-1] ** -0.5)
+    z = z + options.get("position_bias", 0.0)
+    shown = torch.ones(t, s, dtype=torch.bool)
+    if causal and mask is None and t > 1:
+        shown = shown.tril()
+    if mask is not None:
+        shown = shown & (mask if mask.dtype == torch.bool else mask > -1e30)
+    if "indices" in options:
+        shown = (
+            shown & (options["indices"][..., None] == torch.arange(s)).any(2)[:, None]
+        )
+    cap = options.get("softcap")
+    z = z if cap is None else cap * torch.tanh(z / cap)
+    z = z.masked_fill(~shown, -torch.inf)
+    for name in {"s_aux", "sinks"} & {*options}:
+        sink = options[name].double().view(-1, 1, 1).expand(*z.shape[:2], t, 1)
+        z, v = torch.cat([z, sink], -1), nn.functional.pad(v, (0, 0, 0, 1))
+    return (z.softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_drawn_calls_are_computed_as_written(native, monkeypatch):
+    monkeypatch.setenv("QKEEL_NATIVE", native)
+    for seed in range(60):
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        pick, toss = rng.choice, lambda p=0.5, rng=rng: rng.random() < p
+        g, t, d = pick((1, 2)), pick((1, 4, 9)), pick((8, 24))
+        h, s = g * pick((1, 3)), pick((t, t + 3))
+        q, k = torch.randn(2, h, t, d), torch.randn(2, g, s, d)
+        v = torch.randn(2, g, s, pick((8, d)))
+        shown = (torch.rand(2, 1, t, s) < 0.6) | torch.eye(t, s, dtype=torch.bool)
+        low = torch.zeros(2, 1, t, s).masked_fill(~shown, torch.finfo(q.dtype).min)
+        mask, module, options = pick((None, shown, low)), nn.Module(), {}
+        causal = toss()
+        if toss():
+            options["is_causal"] = causal
+        elif not causal:
+            module.is_causal = False  # type: ignore[assignment]
+        if toss():
+            options["scaling"] = pick((0.5, 1.0))
+        if toss(0.3):
+            options["softcap"] = 2.0
+        elif toss(0.4):
+            options["position_bias"] = torch.randn(1, h, t, s)
+        if toss(0.3):
+            options[pick(("s_aux", "sinks"))] = torch.randn(h)
+        if (s == t or mask is not None) and toss(0.3):
+            own = torch.arange(t)[None, :, None].expand(2, t, 1)
+            options["indices"] = torch.cat([own, torch.randint(s, (2, t, 2))], -1)
+        out, weights = attend(module, q, k, v, mask, **options)
+        assert (weights, out.is_contiguous()) == (None, True)
+        torch.testing.assert_close(
+            out.double(),
+            truth(q, k, v, mask, causal, options),
+            rtol=2e-5,
+            atol=2e-5,
+            msg=lambda text, seed=seed: f"{seed}: {text}",
+        )
+
+
+class Config:
+    """A configuration of no model of transformers."""
+
+
+@pytest.mark.parametrize(
+    ("sdpa", "backend", "kind"),
+    [(True, True, "sdpa"), (True, False, "sdpa"), (False, True, "eager")],
+)
+def test_a_model_gets_the_mask_that_it_reads(sdpa, backend, kind, monkeypatch):
+    supports = {"_supports_sdpa": sdpa, "_supports_attention_backend": backend}
+    home = type("Home", (), supports)
+    for name in ("sdpa", "eager"):
+        made = lambda name=name, **_: name  # noqa: E731
+        monkeypatch.setattr(huggingface, f"{name}_mask", made)
+    for homes, expected in (
+        ({}, "eager"),
+        ({Config: home}, kind),
+        ({Config: (home, object)}, kind),
+        ({Config: None}, "sdpa"),
+    ):
+        monkeypatch.setattr(huggingface, "MODEL_MAPPING", homes)
+        assert huggingface.mask(config=Config()) == expected
 
 
 class Attends(nn.Module):

@@ -13,6 +13,7 @@ CASES = [
     (AttentionSpec(position=SlidingWindow(window=5)), {}),
     (AttentionSpec(position=Rope()), {"mask": torch.rand(17, 17) < 0.8}),
     (AttentionSpec(cap=Softcap(5.0)), {}),
+    (AttentionSpec(), {"mask": torch.zeros(17, 17) > 0}),  # nothing to see
     (AttentionSpec(normalizer=Sink(learned=False)), {}),
     (AttentionSpec(), {"impl": "chunked"}),
     (AttentionSpec(), {"impl": "sdpa"}),

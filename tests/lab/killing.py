@@ -1,12 +1,9 @@
 """Processes that are killed at random instants, and what is left of them."""
 
 import os
-import random
 import signal
 import time
 from pathlib import Path
-
-from tests.forked import forkserver
 
 from qkeel.lab import RunConfig, Watcher, run
 from qkeel.lab.executors import work
@@ -31,26 +28,6 @@ def survivors(leader, seconds):
     while session(leader) and time.monotonic() < deadline:
         time.sleep(0.02)
     return session(leader)
-
-
-def kill_until_done(
-    work,
-    args,
-    *,
-    longest,
-    seed,
-    kills,
-):
-    """Runs `work` in processes of its own, the first of them killed within `longest` seconds, until one ends well."""
-    context, instants = forkserver(), random.Random(seed)
-    for attempt in range(kills + 1):
-        child = context.Process(target=work, args=args)
-        child.start()
-        child.join(instants.uniform(0.02, longest) if attempt < kills else None)
-        if child.exitcode is None:
-            child.kill()
-            child.join()
-    assert child.exitcode == 0
 
 
 def die_in_the_first_run(job):

@@ -98,7 +98,7 @@ def off(result, words, steps=0):
 def a_fault_on_one_process(at, home, name):
     def during(step, monitor):
         if step == at and dist.get_rank() == 1:
-            setattr(home if home is not None else monitor._models.taps[0], name, boom)
+            setattr(home if home is not None else monitor._taps[0], name, boom)
 
     original = None if home is None else getattr(home, name)
     try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from tests.attention import Attention, scores
@@ -61,4 +63,10 @@ def test_weight_on_padding_is_that_of_float64_or_the_pair_is_asked_for(
         model(x, text, present).sum().backward()
     # The last tokens of the text are not the queries.
     assert not [name for name in monitor.sample.heads if "class_mass" in name]
-    assert any("Classes((of_queries, of_keys)" in str(w.message) for w in caught)
+    # What is proposed is right when it is typed.
+    (said,) = re.findall(r"monitor\.(Classes\(\(.*\)), names=", str(caught[-1].message))
+    line = f"{said}, names=NAMES)"
+    proposed = eval(line, {**globals(), "classes_of_keys": of_keys})
+    with qkeel.watch(model, classes=proposed) as monitor:
+        model(x, text, present).sum().backward()
+    assert np.array_equal(mass, monitor.sample.heads["class_mass/image->padding"])

@@ -35,7 +35,7 @@ def names(model, *args):
     with watch(model) as monitor:
         model(*args)
         assert monitor.sample is not None
-        return {rule.name for rule in monitor._journal.log.rules} - {
+        return {rule.name for rule in monitor._recorder.log.rules} - {
             rule.name for rule in DEFAULT
         }
 

@@ -111,46 +111,29 @@ def test_the_loss_of_a_step_is_that_of_all_its_tokens(shared):
         )
 
 
-@pytest.mark.parametrize("replaces", [False, True])
-def test_a_new_optimizer_that_trains_on_is_told_of_once(replaces):
+def test_a_hundred_training_passes_without_a_step_of_the_optimizer_are_told_of_once():
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    other = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def train(steps):
+        for _ in range(steps):
+            model(batch(0)).sum().backward()
+            other.step()
+
     with qkeel.watch(model, optimizer, every=1000) as monitor:
-        model(batch(0)).sum().backward()
+        train(99)  # fewer may be micro-batches: a warning would be an error
         optimizer.step()
-        if replaces:  # such as load_state_dict(assign=True)
-            state = {name: x.clone() for name, x in model.state_dict().items()}
-            model.load_state_dict(state, assign=True)
-        other = torch.optim.SGD(model.parameters(), lr=0.01)
-
-        def train(steps):
-            for _ in range(steps):
-                model(batch(0)).sum().backward()
-                other.step()
-
-        with pytest.warns(qkeel.errors.QkeelWarning, match="took no step"):
-            train(4)
-        train(4)  # a second warning would be an error
+        train(99)
+        with torch.no_grad():
+            model(batch(0))
+        model.eval()
+        train(2)
+        model.train()
+        with pytest.warns(qkeel.errors.QkeelWarning, match="took no step in the last"):
+            train(1)
+        train(101)
         assert monitor.history.steps.tolist() == [0]
-
-
-def test_accumulated_gradients_and_passes_inside_a_step_are_no_other_optimizer():
-    model = small()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=8)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(batch(0)).square().mean()
-        loss.backward()
-        return loss
-
-    with qkeel.watch(model, optimizer) as monitor:  # a warning would be an error
-        for _ in range(3):
-            optimizer.step(closure)
-        for _ in range(6):
-            closure()
-        optimizer.step(closure)
-        assert monitor.history.steps.tolist() == [0, 1, 2, 3]
 
 
 def test_weights_that_are_computed_for_a_functional_call_are_no_leaves():
@@ -162,32 +145,3 @@ def test_weights_that_are_computed_for_a_functional_call_are_no_leaves():
         optimizer.step()
         assert monitor.active
         assert monitor.history.steps.tolist() == [0]
-
-
-class Normalised(nn.Module):
-    """Attention whose forward keeps its query weight normalised, as some models do."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.q.weight.div_(self.q.weight.norm(dim=1, keepdim=True))
-        q, k = self.q(x)[:, None], self.k(x)[:, None]
-        return nn.functional.scaled_dot_product_attention(q, k, k)[:, 0]
-
-
-@pytest.mark.filterwarnings("error::qkeel.errors.QkeelWarning")
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_weight_that_the_forward_writes_is_no_step_of_another_optimizer(every):
-    torch.manual_seed(0)
-    model = nn.Sequential(Normalised())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with qkeel.watch(model, optimizer, every=every, rules=()) as monitor:
-        for _ in range(4):
-            for _ in range(6):
-                model(torch.randn(2, 5, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert len(monitor.history) == 4 // every

@@ -23,9 +23,9 @@ from qkeel.records import (
 from qkeel.spec import AttentionSpec, Sink
 
 LAYERS = ("blocks.0.attention", "blocks.1.attention")
-# Of sparse layers: another run measures them. The last are of norms with gains, and of rows without a key.
+# Of sparse layers: another run measures them. The last are of norms with gains, rows without a key, and gates.
 SPARSE = {name for name in HEAD_FIELDS if name.startswith(("index_", "dense_"))}
-ELSEWHERE = {"gain_bound", "empty_sample", "empty_query"}
+ELSEWHERE = {"gain_bound", "empty_sample", "empty_query", "output_gate"}
 
 
 class SparseModel(nn.Module):

@@ -8,8 +8,8 @@ from tests.contract.watch.test_watch_faults import caught
 from torch import nn
 
 from qkeel import watch
-from qkeel.monitor.gather import Transfer
-from qkeel.monitor.journal import Recorder
+from qkeel.monitor.recorder import Recorder
+from qkeel.monitor.step_vector import StepVector
 from qkeel.nn import Attention
 
 
@@ -22,8 +22,8 @@ def boom(*args, **kwargs):
 def test_reading_a_monitor_never_raises_its_faults(name, monkeypatch):
     model, optimizer, monitor = train(lambda m, o: watch(m, o), steps=1)
     model(batch(0)).sum().backward()
-    monkeypatch.setattr(Recorder, "add", boom)
-    monkeypatch.setattr(Transfer, "arrived", property(lambda _: False))
+    monkeypatch.setattr(Recorder, "_record", boom)
+    monkeypatch.setattr(StepVector, "arrived", property(lambda _: False))
     optimizer.step()
     assert monitor.active
     value = getattr(monitor, name)

@@ -221,6 +221,25 @@ def test_the_change_by_a_step_is_not_measured_unless_it_is_named():
         qkeel.watch(model, stats="all+updates")
 
 
+def test_weights_that_are_exchanged_are_read_from_then_on():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Attention(WIDTH, H) for _ in range(2)]).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with qkeel.watch(model, optimizer, stats="all+updates") as monitor:
+        for change in range(3):
+            if change == 1:
+                weights = {name: 2 * x for name, x in model.state_dict().items()}
+                model.load_state_dict(weights, assign=True)
+            elif change == 2:
+                model[1].q_proj = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+            model(X).square().sum().backward()
+            optimizer.step()
+            norms = monitor.sample.heads["query_weight_norm"]
+            weights = [layer.q_proj.weight.unflatten(0, (H, -1)) for layer in model]
+            expected = [x.detach().norm(dim=(1, 2)).tolist() for x in weights]
+            np.testing.assert_allclose(norms, expected, rtol=1e-6)
+
+
 def test_a_layer_without_gradients_leaves_those_of_its_likes_as_they_are():
     torch.manual_seed(0)
     model = nn.Sequential(*[Attention(WIDTH, H) for _ in range(3)]).double()

@@ -15,11 +15,10 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from .lines import Lines
 from .mutants import mutants, sample
-from .run import failing, file_of, warm
+from .run import failing, warm
 from .targets import FORMULAS, ROOMS, mutated_files
 
 
@@ -28,6 +27,9 @@ def main():
     parser.add_argument("--root", type=Path, default=Path.cwd())
     parser.add_argument("--rooms", nargs="+", default=list(ROOMS), choices=list(ROOMS))
     parser.add_argument("--seed", type=int, default=11)
+    parser.add_argument(
+        "--count", type=int, help="mutants a room; 20, or 40 of formulas"
+    )
     parser.add_argument(
         "--most",
         type=float,
@@ -54,72 +56,44 @@ def main():
         return
     root, out = args.root.resolve(), args.out.resolve()
     warm(root)
-    rows: list[dict[str, Any]] = (
-        json.loads(out.read_text(encoding="utf-8")) if out.exists() else []
-    )
+    rows = json.loads(out.read_text(encoding="utf-8")) if out.exists() else []
     for room in args.rooms:
         lines = Lines(root, room, out.with_name(f"{out.stem}-lines"))
         print(f"{room}: {len(lines.tests)} tests", flush=True)
         wrong = [""]
-        rows = [
-            row
-            for row in rows
-            if row["room"] != room
-            or row["by"]
-            or not row["left"]
-            or row["most"] >= args.most
-        ]
         while wrong:
             done = {row["key"] for row in rows if row["room"] == room}
-            for mutant in drawn(root, room, args.seed):
-                if mutant.key[:16] in done:
-                    continue
-                start = time.monotonic()
-                *parts, left = lines.tests_of(mutant, args.most)
-                by = next(
-                    filter(None, (failing(root, tests, mutant) for tests in parts)),
-                    [""],
-                )[0]
-                row = {
-                    "room": room,
-                    **asdict(mutant),
-                    "key": mutant.key[:16],
-                    "by": by,
-                    "most": args.most,
-                }
-                rows.append(
-                    {
-                        **row,
-                        "left": len(left),
-                        "seconds": round(time.monotonic() - start, 1),
-                    }
-                )
-                print(*rows[-1].values(), flush=True)
-                text = ",\n".join(json.dumps(row) for row in rows)
-                out.write_text(f"[\n{text}\n]\n", encoding="utf-8")
+            for mutant in drawn(root, room, args.seed, args.count):
+                if mutant.key[:16] not in done:
+                    row = measured(lines, root, mutant, args.most)
+                    rows.append({"room": room, **row})
+                    print(*rows[-1].values(), flush=True)
+                    text = ",\n".join(json.dumps(row) for row in rows)
+                    out.write_text(f"[\n{text}\n]\n", encoding="utf-8")
             # A test that fails alone without a mutant, too, has killed none.
-            wrong = failing(
-                root,
-                sorted(
-                    {
-                        row["by"]
-                        for row in rows
-                        if row["room"] == room and "tests/" in row["by"]
-                    }
-                ),
-            )
-            lines.tests = {
-                test: traced
-                for test, traced in lines.tests.items()
-                if not {test, file_of(test)} & {*wrong}
-            }
-            rows = [
-                row for row in rows if row["room"] != room or row["by"] not in wrong
-            ]
+            killers = {row["by"] for row in rows if row["room"] == room}
+            wrong = failing(root, sorted(x for x in killers if "tests/" in x))
+            lines.leave_out(wrong)
+            rows = [row for row in rows if row["by"] not in wrong]
     print(table([rows]))
 
 
-def drawn(root, room, seed):
+def measured(lines, root, mutant, most):
+    """The first test that fails with a mutant, and how many were too many to run."""
+    start = time.monotonic()
+    *parts, left = lines.tests_of(mutant, most)
+    killers = (failing(root, tests, mutant) for tests in parts)
+    return {
+        **asdict(mutant),
+        "key": mutant.key[:16],
+        "by": next(filter(None, killers), [""])[0],
+        "most": most,
+        "left": len(left),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+
+
+def drawn(root, room, seed, count=None):
     """Returns the mutants that a seed draws from a room."""
     files = mutated_files(root, room)
     every = [
@@ -130,26 +104,20 @@ def drawn(root, room, seed):
     return sample(
         list({mutant.key: mutant for mutant in every}.values()),
         seed,
-        40 if room in FORMULAS else 20,
+        count or (40 if room in FORMULAS else 20),
     )
 
 
 def table(runs):
-    """Killed of drawn by room in each run, and in each run of those that all runs drew."""
-    common = set.intersection(*({row["key"] for row in rows} for rows in runs))
+    """Killed of drawn by room in each run."""
     lines = []
     for room in [*ROOMS, "together"]:
         cells = [room]
-        for rows in [
-            *runs,
-            *([row for row in rows if row["key"] in common] for rows in runs),
-        ]:
-            killed = [
-                bool(row["by"]) for row in rows if room in (row["room"], "together")
-            ]
-            cells.append(
-                f"{sum(killed)} of {len(killed)} ({100 * sum(killed) / max(len(killed), 1):.0f} %)"
-            )
+        for rows in runs:
+            drawn_rows = [row for row in rows if room in (row["room"], "together")]
+            killed = sum(bool(row["by"]) for row in drawn_rows)
+            share = 100 * killed / max(len(drawn_rows), 1)
+            cells.append(f"{killed} of {len(drawn_rows)} ({share:.0f} %)")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -148,25 +148,35 @@ class Lines:
                 ):
                     self.tests[test] = seconds, lines
 
+    def leave_out(self, names):
+        """Leaves out tests, or files of tests, that fail without a mutant, too."""
+        for test in [x for x in self.tests if not {x, file_of(x)}.isdisjoint(names)]:
+            del self.tests[test]
+
     def tests_of(self, mutant, most):
         """The tests that execute the mutated statement: the likeliest killers, the others, and those that are too many.
 
-        The quickest come first, and those are too many that take more than `most` seconds together. What an import
-        executes, and what a cache keeps, is tested by whatever executes a line of the file.
+        Each test with one of its parameters comes before any with a second, and the quickest come first. Those are too
+        many that take more than `most` seconds together. What an import executes, and what a cache keeps, is tested by
+        whatever executes a line of the file.
         """
         file = self._root / mutant.path
         span = _span(file.read_text(encoding="utf-8"), mutant.line)
-        ranks: dict[str, tuple[bool, bool, float]] = {}
-        for test, (seconds, by_file) in self.tests.items():
-            lines = by_file.get(str(file), [])
+        ranks: dict[str, tuple[int, bool, bool, float]] = {}
+        times: Counter[str] = Counter()
+        for test in sorted(self.tests, key=lambda test: self.tests[test][0]):
+            seconds, by_file = self.tests[test]
+            lines, function = by_file.get(str(file), []), test.partition("[")[0]
             if not span.isdisjoint(lines) if span else lines:
-                ranks[test] = seconds > 2, f"/test_{file.stem}.py" not in test, seconds
+                is_own = f"/test_{file.stem}.py" in test
+                ranks[test] = times[function], seconds > 2, not is_own, seconds
+                times[function] += 1
         tests = sorted(ranks, key=lambda test: ranks[test])
         count = max(
             1,
             sum(
                 seconds <= most
-                for seconds in accumulate(ranks[test][2] for test in tests)
+                for seconds in accumulate(ranks[test][3] for test in tests)
             ),
         )
         return [tests[: min(FIRST, count)], tests[FIRST:count], tests[count:]]

@@ -19,7 +19,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "records": ("monitor/test_sinks.py",),
     "autopilot": (),
     "nn": ("kernels/**/test_hazards.py",),
-    "integrations": (),
+    "integrations": ("autopilot/test_integrations.py",),
     "dist": (
         "monitor/test_watch_processes.py",
         "remedies/test_processes.py",

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from qkeel.errors import UnknownNameError
 from qkeel.nn import MLP, Attention, Block
 from qkeel.nn.decoder import NORM_ORDERS
 
@@ -58,10 +57,3 @@ def test_mlp_is_gelu_or_swiglu():
     assert swiglu.gate is not None
     silu = swiglu.gate(x) / (1 + torch.exp(-swiglu.gate(x)))
     torch.testing.assert_close(swiglu(x), swiglu.down(silu * swiglu.up(x)))
-
-
-def test_unknown_names_come_with_the_nearest():
-    with pytest.raises(UnknownNameError, match="swiglu"):
-        MLP(8, 12, "swigu")  # type: ignore[arg-type]
-    with pytest.raises(UnknownNameError, match="peri"):
-        Block(Attention(16, 4), MLP(16, 24), 16, "perl")  # type: ignore[arg-type]

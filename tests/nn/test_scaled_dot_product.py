@@ -65,39 +65,6 @@ def check(qkv, options, case=""):
     return bool(refusal)
 
 
-MASK = torch.rand(2, 1, 13, 13) < 0.6
-CALLS = [
-    ((2, 4, 13, 16), (2, 4, 13, 16), {"is_causal": True}, True),
-    ((2, 4, 13, 16), (2, 4, 13, 16), {"scale": 0.5}, True),
-    ((2, 4, 13, 16), (2, 2, 13, 16), {"enable_gqa": True, "is_causal": True}, True),
-    ((2, 4, 13, 16), (2, 4, 13, 16), {"attn_mask": MASK | torch.eye(13).bool()}, True),
-    ((2, 4, 9, 16), (2, 4, 13, 16), {"is_causal": True}, True),
-    ((2, 4, 13, 16), (2, 4, 9, 16), {"is_causal": True}, False),
-    ((2, 4, 1, 16), (2, 4, 13, 16), {}, False),
-    ((4, 13, 16), (4, 13, 16), {"is_causal": True}, False),
-    ((2, 4, 13, 10), (2, 4, 13, 10), {}, False),
-    # A mask of two dimensions is one of pairs though the batch is as long.
-    ((3, 2, 3, 8), (3, 2, 3, 8), {"attn_mask": torch.eye(3).bool()}, True),
-    ((1, 2, 3, 8), (1, 2, 3, 8), {"attn_mask": torch.ones(5, 7)}, False),
-    ((1, 2, 3, 8), (1, 2, 3, 4), {}, False),
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("of_queries", "of_keys", "options", "ours"), CALLS)
-def test_outputs_gradients_and_errors_are_torchs(
-    of_queries,
-    of_keys,
-    options,
-    ours,
-    dtype,
-    taken,
-):
-    qkv = [torch.randn(size).to(dtype) for size in (of_queries, of_keys, of_keys)]
-    check(qkv, options)
-    assert bool(taken) is (ours and compiled_attention.ready())
-
-
 def test_an_output_lies_in_memory_as_torchs():
     x = torch.randn(2, 13, 4, 16).transpose(1, 2)
     for v in (x, x[..., :8]):
@@ -108,11 +75,12 @@ def test_an_output_lies_in_memory_as_torchs():
 def random_call(source):
     """Arguments of any shape, layout, dtype, mask and option, most of which torch takes."""
     pick, toss = source.choice, lambda: source.random() < 0.5
-    b, g, t = pick((1, 2)), pick((1, 2, 3)), pick((0, 1, 5, 13, 13))
-    s, d, h = pick((1, 5, 13)), pick((4, 8, 8, 16, 16)), g * pick((1, 1, 2))
+    lengths = ((13, 13), (13, 13), (9, 13), (13, 9), (5, 5), (1, 5), (0, 5))
+    b, g, (t, s) = pick((1, 2, 5)), pick((1, 2, 3)), pick(lengths)
+    d, h = pick((4, 8, 16, 16, 16)), g * pick((1, 1, 2))
     dtype = pick((torch.float32, torch.float32, *TOLERANCES))
     sizes = [(b, h, t, d), (b, g, s, d), (b, g, s, pick((d, 8)))]
-    if source.random() < 0.2:  # other numbers of dimensions
+    if source.random() < 0.1:  # other numbers of dimensions
         sizes = [size[1:] if h == g else (1, *size) for size in sizes]
     elif source.random() < 0.1:  # batches that are broadcast
         sizes[1:] = [(1, *size[1:]) for size in sizes[1:]]
@@ -142,17 +110,17 @@ def random_call(source):
     return qkv, options
 
 
-@pytest.mark.slow
-def test_random_calls_give_what_torch_gives(taken):
+@pytest.mark.parametrize("many", [80, pytest.param(400, marks=pytest.mark.slow)])
+def test_random_calls_have_the_output_gradients_and_errors_of_torchs(many, taken):
     """Where a row sees no key, torch's own answers differ by kernel."""
     source, refused = random.Random(0), 0
-    for number in range(400):
+    for number in range(many):
         torch.manual_seed(number)
         qkv, options = random_call(source)
         case = (number, [tuple(x.shape) for x in qkv], qkv[0].dtype, options)
         refused += check(qkv, options, case)
-    assert len(taken) > 30 or not compiled_attention.ready()
-    assert 20 < refused < 200
+    assert many / 14 < len(taken) < many / 2 or not compiled_attention.ready()
+    assert many / 20 < refused < many / 2
 
 
 def test_its_parameters_are_those_that_torch_documents():

@@ -16,8 +16,8 @@ from qkeel.functional.class_statistics import MERGES as CLASS_MERGES
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.statistics import MERGES, LogitStats, merge
 from qkeel.monitor import Layout
-from qkeel.monitor.gather import CLASS_DIMENSIONS, StepRecord, flatten, vector_of
 from qkeel.monitor.numbers import Number
+from qkeel.monitor.step_vector import CLASS_DIMENSIONS, StepVector, flatten, vector_of
 
 HEADS, KEYS = 3, 2
 
@@ -52,6 +52,10 @@ def members_of(measured, fields):
     ]
 
 
+def on_host(table, vector):
+    return StepVector(table, [torch.from_numpy(vector)])
+
+
 def reduced(members, measured):
     """What every process reads of the vectors that all of them send."""
     tables = [SharedTable(members, rank) for rank in range(len(members))]
@@ -65,7 +69,7 @@ def reduced(members, measured):
     ]
     for vector in everywhere:
         np.testing.assert_array_equal(vector, everywhere[0])
-    return None if everywhere[0] is None else StepRecord(tables[0].table, everywhere[0])
+    return None if everywhere[0] is None else on_host(tables[0].table, everywhere[0])
 
 
 def replicas(measured):
@@ -102,7 +106,7 @@ def test_the_reduction_is_the_merge(world: int, odd: list[float]) -> None:
     # Steps are merged as processes are.
     tables, vectors = zip(*[flatten(*of_rank) for of_rank in measured])
     steps = tables[0].merge([vector_of(x).numpy() for x in vectors])
-    close(StepRecord(tables[0], steps).stats()["a"], expected)
+    close(on_host(tables[0], steps).stats()["a"], expected)
 
 
 def test_a_process_without_numbers_changes_nothing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from typing import Any
 
 import pytest
@@ -170,6 +171,12 @@ def test_another_eps_of_the_norm_goes_into_the_weights_where_that_is_exact(
             norm.variance_epsilon = 4e-3
     source = stored(tmp_path / "in", weights, config)
     assert_loads_as(convert(source, "qwen3", tmp_path / "out", norm_eps=4e-3), model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        convert(source, "qwen3", tmp_path / "assumed")
+    # Its outputs differ.
+    assert "eps 1e-05" in str(caught[0].message)
+    assert "norm_eps" in str(caught[0].message)
     low = {n: w.bfloat16() for n, w in weights.items()}
     source = stored(tmp_path / "low", low, config)
     with pytest.raises(RefusedError):  # it would round the weights

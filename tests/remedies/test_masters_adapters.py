@@ -284,7 +284,9 @@ def test_an_alarm_proposes_no_change_of_the_base_below_adapters(
 
 
 @PEFT
-@pytest.mark.parametrize("remedy", ["lalr", "qk_clip:frozen=scale"])
+@pytest.mark.parametrize(
+    "remedy", ["lalr", "qk_clip:frozen=scale", "frozen_qk", "qk_lr:factor=0"]
+)
 def test_dora_is_refused(remedy):
     # The biases of the second scale, as a plain product would.
     for family in ("llama", "qwen2"):

@@ -209,3 +209,35 @@ def test_a_model_that_is_never_called_is_warned_of_once():
         ):
             optimizer.step()
         optimizer.step()  # a second warning would be an error
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_attention_is_clipped_under_a_later_name_and_what_is_put_in_later_is_told():
+    model = torch.nn.Sequential(
+        *(loud(attention(torch.float32), *SCALES) for _ in "ab")
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = inputs()
+    with qkeel.apply(model, "qk_clip:threshold=0.05", optimizer):
+        model[0] = Wrapped(model[0])
+        model.append(loud(attention(torch.float32), *SCALES))
+        before = maxima(model, x)
+        assert (before.amax(1) > 0.05).all()
+        trained(model(x))
+        with pytest.warns(QkeelWarning, match="does not clip 2, which was put"):
+            optimizer.step()
+        for _ in range(3):  # the input of the second follows the first
+            trained(model(x))
+            optimizer.step()
+    first, second, added = maxima(model, x).amax(1).tolist()
+    assert first == pytest.approx(0.05, rel=1e-5)
+    assert second < 0.0501
+    assert added > 0.06

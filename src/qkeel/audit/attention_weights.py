@@ -6,11 +6,11 @@ decides what a name leaves open, conventions are noted in the result, and the re
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import final
 
 from qkeel.audit.checkpoint_config import (
@@ -50,14 +50,8 @@ FUSED: dict[str, str | None] = {
     "qkv_x": "blocks",
     "qkv_y": "blocks",
 }
-# Query and key in MLA: a weight on the query's side -> one on the key's, by DeepSeek's names and qkeel's.
-_KEYS_OF_LATENTS = {
-    "q_b_proj": "kv_a_proj_with_mqa",
-    "q_proj": "kv_a_proj_with_mqa",
-    "q_up": "k_up",
-}
 # What may hold queries: nothing else of a checkpoint is looked up in the config, of which a file has thousands.
-_QUERIES = {*(q for q, _ in SEPARATE), *FUSED, *_KEYS_OF_LATENTS}
+_QUERIES = {*(q for q, _ in SEPARATE), *FUSED, "q_b_proj", "q_up"}
 # Model types that override the table above (transformers 5.23, modeling files).
 GROUPED = words(
     "gpt_neox gpt_neox_japanese bloom falcon persimmon internlm2 gpt_bigcode"
@@ -234,25 +228,20 @@ def recognise(
 ) -> list[SitePlan | Unknown]:
     """Returns every attention layer of a checkpoint in the order of its tensors, and the candidates that cannot be
     read."""
-    # The names of all tensors in a module, also of those further in.
-    inside: dict[str, list[str]] = {}
-    for name in tensors:
-        for path in ("", *_paths(name)):
-            inside.setdefault(path, []).append(name)
     streams: dict[str, dict[str, SitePlan | Unknown]] = {}
-    modules = set()
+    children: dict[str, list[str]] = {}
+    modules, in_order = set(), sorted(tensors)
     for name in tensors:
-        module, leaf = _split(name)
-        is_weight = name.endswith(".weight") or leaf == "in_proj_weight"
+        path = name.removesuffix(".weight")
+        module, _, leaf = path.rpartition(".")
+        # Every tensor counts as a neighbour, also a bias: it may be one that takes part in the logits.
+        children.setdefault(module, []).append(leaf)
+        is_weight = path != name or leaf == "in_proj_weight"
         if not is_weight or leaf not in _QUERIES:
             continue
         stream: SitePlan | Unknown | None
         try:
-            stream = _stream(tensors, module, leaf, geometry(name))
-            for weight_slice in [] if stream is None else stream.slices():
-                weight = weight_slice.tensor
-                beside = inside.get(weight.removesuffix(".weight"), ())
-                _check_readable(tensors, weight, beside)
+            stream = _stream(tensors, in_order, module, leaf, geometry(name))
         except _UnreadError as error:
             stream = Unknown(module or leaf, str(error))
         if stream is None:
@@ -273,38 +262,23 @@ def recognise(
         except _UnreadError as error:
             first = Unknown(site, str(error))
         if isinstance(first, SitePlan):
-            # Also a bias: it may be one that takes part in the logits.
-            leaves = {
-                leaf
-                for plan in plans.values()
-                for module, leaf in map(_split, inside.get(plan.name, ()))
-                if module == plan.name
-            }
+            names = {plan.name for plan in plans.values()}
+            leaves = [leaf for name in names for leaf in children.get(name, ())]
             first = _without_bound(first, leaves)
         sites.append(first)
     return sites + _left_over(tensors, modules)
 
 
-def _split(name: str) -> tuple[str, str]:
-    """Returns the module of a tensor and what the tensor is called in it, which is often a linear layer."""
-    module, _, leaf = name.removesuffix(".weight").rpartition(".")
-    return module, leaf
-
-
-def _paths(name: str) -> list[str]:
-    """Returns the name and those of all modules around it."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-
-
 def _stream(
-    tensors: Tensors, module: str, leaf: str, geometry: Geometry
+    tensors: Tensors, names: Sequence[str], module: str, leaf: str, geometry: Geometry
 ) -> SitePlan | None:
     """Returns one stream's queries and keys if a weight is that of queries, or of both."""
     at = f"{module}." if module else ""
     keys = [k for q, k in SEPARATE if q == leaf and f"{at}{k}.weight" in tensors]
-    if f"{at}{_KEYS_OF_LATENTS.get(leaf)}.weight" in tensors:
+    if leaf in ("q_b_proj", "q_proj") and f"{at}kv_a_proj_with_mqa.weight" in tensors:
         plan = _latent(tensors, at, leaf, geometry)
+    elif leaf == "q_up" and f"{at}k_up.weight" in tensors:
+        plan = _own_latent(tensors, at, geometry)
     elif keys:
         plan = _separate(tensors, at, leaf, keys[0], geometry)
     # Any network has a linear1; that of Flux's single blocks makes [q | k | v | mlp] and has a q/k norm.
@@ -314,6 +288,8 @@ def _stream(
         plan = _fused(tensors, at, leaf, geometry)
     else:
         return None
+    for weight_slice in plan.slices():
+        _check_readable(tensors, names, weight_slice.tensor)
     return _with_norms(tensors, plan, leaf, geometry)
 
 
@@ -340,14 +316,16 @@ def _joined(
     )
 
 
-def _without_bound(plan: SitePlan, leaves: AbstractSet[str]) -> SitePlan:
+def _without_bound(plan: SitePlan, leaves: Sequence[str]) -> SitePlan:
     """Returns the plan without norms, and so without a bound, if other weights beside its projections are named like
     queries or keys: a second stream of tokens, a bias of its own, relative positions that are projected."""
     sides = (*plan.queries, *plan.keys)
-    names = [weight_slice.tensor for weight_slice in plan.slices()]
-    read = {_split(name)[1] for name in (*names, *(side.gain or "" for side in sides))}
+    names = [weight_slice.tensor for weight_slice in plan.slices()] + [
+        side.gain or "" for side in sides
+    ]
+    read = {name.removesuffix(".weight").rpartition(".")[2] for name in names}
     read |= {f"{name}_bias" for name in read} | {"in_proj_bias"}
-    extra = sorted(leaf for leaf in leaves - read if _OTHER_QK.search(leaf))
+    extra = sorted(leaf for leaf in set(leaves) - read if _OTHER_QK.search(leaf))
     if plan.layout == "MLA" or not extra:
         return plan
     reason = f"{', '.join(extra[:3])} may take part in the logits in a way that is not known: no logit bound"
@@ -360,18 +338,20 @@ def _without_bound(plan: SitePlan, leaves: AbstractSet[str]) -> SitePlan:
     )
 
 
-def _check_readable(tensors: Tensors, name: str, beside: Iterable[str]) -> None:
-    """Raises _UnreadError unless a weight is stored as it is used; `beside` names the tensors of its layer."""
-    tensor, layer = tensors[name], name.removesuffix("weight")
-    for other in beside:
-        is_matrix = tensors[other].floating and len(tensors[other].shape) > 1
+def _check_readable(tensors: Tensors, names: Sequence[str], name: str) -> None:
+    """Raises _UnreadError unless a weight is stored as it is used; `names` are those of all tensors in order."""
+    module, tensor = name.removesuffix("weight"), tensors[name]
+    first, last = (bisect.bisect(names, module + end) for end in ("", chr(0x10FFFF)))
+    for other in names[first:last]:
+        beside = tensors[other]
+        is_matrix = beside.floating and len(beside.shape) > 1
         if is_matrix and other != name and not other.endswith(_SCALES_OF_8_BITS):
             raise _UnreadError(
                 f"{name} has a matrix of an adapter beside it ({other}); merge it into the weight first"
             )
     scales = [name + end for end in _SCALES]
     if tensor.dtype.startswith("F8"):
-        scales += [layer + end for end in _SCALES_OF_8_BITS]
+        scales += [module + end for end in _SCALES_OF_8_BITS]
     scales = [f"scales in {scale}" for scale in scales if scale in tensors]
     if not tensor.floating or scales:
         storage = (*scales, f"stored as {tensor.dtype}")[0]
@@ -401,19 +381,15 @@ def _slice(
     )
 
 
-def _stream_of(
-    tensors: Tensors, weight: str, starts: Iterable[int], rows: int, axis: int = 0
-) -> StreamWeights:
-    return StreamWeights(weight=_slice(tensors, weight, starts, rows, axis))
-
-
 def _separate(
     tensors: Tensors, at: str, q: str, k: str, geometry: Geometry
 ) -> SitePlan:
     query, key = f"{at}{q}.weight", f"{at}{k}.weight"
-    q_rows, k_rows = _matrix(tensors, query)[0], _matrix(tensors, key)[0]
+    (q_rows, _), (k_rows, _) = _matrix(tensors, query), _matrix(tensors, key)
     # Where the number of heads differs from layer to layer, as in UNets, their width is what is known.
-    heads = geometry.n_heads or q_rows // (geometry.head_dim or q_rows + 1)
+    heads = geometry.n_heads
+    if heads is None and geometry.head_dim is not None:
+        heads = q_rows // geometry.head_dim
     if not heads:
         raise _UnreadError(
             f"the number of heads is not known; give --n-heads ({q} has {q_rows} rows)"
@@ -426,20 +402,30 @@ def _separate(
         )
     size = q_rows // (heads * parts)
     groups = k_rows // size
-    stated = geometry.n_kv_heads or groups, geometry.head_dim or size
-    if k_rows % size or heads % max(groups, 1) or stated != (groups, size):
+    if (
+        k_rows % size
+        or heads % max(groups, 1)
+        or geometry.n_kv_heads not in (None, groups)
+        or geometry.head_dim not in (None, size)
+    ):
+        stated = (
+            f"{geometry.n_kv_heads or groups} key heads of {geometry.head_dim or size}"
+        )
         raise _UnreadError(
             f"{heads} heads of {size} do not fit: {k} has {k_rows} rows, {k_rows / size:g} key heads of that width, "
-            f"not {stated[0]} key heads of {stated[1]}, as config or flags say; give --n-heads and --n-kv-heads"
+            f"not {stated}, as config or flags say; give --n-heads and --n-kv-heads"
         )
+    q_starts = range(0, q_rows, size * parts)
     return SitePlan(
         name=at[:-1],
         layout="gated q, k apart" if parts > 1 else "q, k apart",
         n_heads=heads,
         n_kv_heads=groups,
         head_dim=size,
-        queries=(_stream_of(tensors, query, range(0, q_rows, size * parts), size),),
-        keys=(_stream_of(tensors, key, range(0, k_rows, size), size),),
+        queries=(StreamWeights(weight=_slice(tensors, query, q_starts, size)),),
+        keys=(
+            StreamWeights(weight=_slice(tensors, key, range(0, k_rows, size), size)),
+        ),
     )
 
 
@@ -447,14 +433,13 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
     name = f"{at}{leaf}" if leaf == "in_proj_weight" else f"{at}{leaf}.weight"
     shape, heads, kind = _matrix(tensors, name), geometry.n_heads, geometry.model_type
     layout = geometry.layout or ("groups" if kind in GROUPED else FUSED[leaf])
-    size = f"{shape[0]} x {shape[1]}"
     if kind in OTHER and not geometry.layout:
         raise _UnreadError(f"{OTHER[kind]}: not read")
     if shape[0] == shape[1]:
-        raise _UnreadError(f"{leaf} is square, {size}: not q, k and v")
+        raise _UnreadError(f"{leaf} is square, {shape[0]} x {shape[1]}: not q, k and v")
     if heads is None:
         raise _UnreadError(
-            f"the number of heads is not known; give --n-heads ({leaf} is {size})"
+            f"the number of heads is not known; give --n-heads ({leaf} is {shape[0]} x {shape[1]})"
         )
     if layout is None:
         raise _UnreadError(
@@ -476,7 +461,7 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
         fits = [min(usual)]
     if heads % groups or len({width for width, _ in fits}) != 1:
         raise _UnreadError(
-            f"{leaf} is {size}, whose shape gives no width for {heads} heads and {groups} key heads"
+            f"{leaf} is {shape[0]} x {shape[1]}, whose shape gives no width for {heads} heads and {groups} key heads"
         )
     width, axis = fits[0]
     share = heads // groups
@@ -486,6 +471,10 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
     else:  # for each key head, the queries that share it, the key, and the value
         q_starts = [(h + 2 * (h // share)) * width for h in range(heads)]
         k_starts = [((g + 1) * share + 2 * g) * width for g in range(groups)]
+    query, key = (
+        StreamWeights(weight=_slice(tensors, name, starts, width, axis))
+        for starts in (q_starts, k_starts)
+    )
     is_stated = geometry.layout is not None or kind is not None
     assumed = f"order of q, k, v taken from the convention for {leaf}"
     return SitePlan(
@@ -494,63 +483,92 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
         n_heads=heads,
         n_kv_heads=groups,
         head_dim=width,
-        queries=(_stream_of(tensors, name, q_starts, width, axis),),
-        keys=(_stream_of(tensors, name, k_starts, width, axis),),
+        queries=(query,),
+        keys=(key,),
         assumed=() if is_stated else (assumed,),
     )
 
 
 def _latent(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan:
-    """Plans MLA: DeepSeek's, whose q_b has [nope | rope] per head, kv_b [nope | value] per head and kv_a
-    [latent | rope], or that of qkeel.nn, which has a weight for each part."""
+    """Plans DeepSeek's MLA: q_b has [nope | rope] per head, kv_b [nope | value] per head, kv_a [latent | rope]."""
     heads, nope, rope, value = (
         geometry.n_heads,
         geometry.nope_dim,
         geometry.rope_dim,
         geometry.value_dim,
     )
+    if heads is None or nope is None or rope is None or value is None:
+        raise _UnreadError(
+            "MLA needs num_attention_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim in config.json"
+        )
+    query, key, down = (
+        f"{at}{name}.weight" for name in (leaf, "kv_b_proj", "kv_a_proj_with_mqa")
+    )
+    latent = _matrix(tensors, key)[1]
+    for name, rows in (
+        (query, heads * (nope + rope)),
+        (key, heads * (nope + value)),
+        (down, latent + rope),
+    ):
+        if _matrix(tensors, name)[0] != rows:
+            raise _UnreadError(
+                f"{name} has shape {list(tensors[name].shape)}, but config.json requires {rows} rows"
+            )
+    q_starts = range(0, heads * (nope + rope), nope + rope)
+    k_starts = range(0, heads * (nope + value), nope + value)
+    rope_starts = [start + nope for start in q_starts]
+    return _mla(
+        at,
+        heads,
+        StreamWeights(
+            weight=_slice(tensors, query, q_starts, nope),
+            rope=_slice(tensors, query, rope_starts, rope),
+            input=_present(tensors, f"{at}q_a_layernorm"),
+        ),
+        StreamWeights(
+            weight=_slice(tensors, key, k_starts, nope),
+            rope=_slice(tensors, down, (latent,), rope),
+            input=_present(tensors, f"{at}kv_a_layernorm"),
+        ),
+    )
+
+
+def _own_latent(tensors: Tensors, at: str, geometry: Geometry) -> SitePlan:
+    """Plans qkeel.nn.MLA, which has a separate weight for every part."""
+    heads, parts = geometry.n_heads, dict[str, Slice]()
     if heads is None:
         raise _UnreadError("the number of heads is not known; give --n-heads")
-    # Of each part the weight, the number of heads, their rows, where they begin, and the rows from head to head.
-    parts: list[tuple[str, int, int, int, int]] = []
-    if leaf == "q_up":
-        for name, n in (("q_up", heads), ("q_rope", heads), ("k_up", heads)):
-            size = _matrix(tensors, f"{at}{name}.weight")[0] // n
-            parts.append((name, n, size, 0, size))
-        size = _matrix(tensors, f"{at}k_rope.weight")[0]
-        parts.append(("k_rope", 1, size, 0, size))
-        norms = "q_latent_norm", "kv_latent_norm"
-    elif nope is None or rope is None or value is None:
-        raise _UnreadError(
-            "MLA needs qk_nope_head_dim, qk_rope_head_dim, v_head_dim in config.json"
-        )
-    else:
-        latent = _matrix(tensors, f"{at}kv_b_proj.weight")[1]
-        parts += [
-            (leaf, heads, nope, 0, nope + rope),
-            (leaf, heads, rope, nope, nope + rope),
-            ("kv_b_proj", heads, nope, 0, nope + value),
-            ("kv_a_proj_with_mqa", 1, rope, latent, latent + rope),
-        ]
-        norms = "q_a_layernorm", "kv_a_layernorm"
-    slices = []
-    for name, n, size, offset, stride in parts:
-        weight, rows = f"{at}{name}.weight", n * stride
-        if _matrix(tensors, weight)[0] != rows:
-            raise _UnreadError(
-                f"{weight} has shape {list(tensors[weight].shape)}, but heads of this number and size need {rows} rows"
-            )
-        slices.append(_slice(tensors, weight, range(offset, rows, stride), size))
-    query, q_rope, key, k_rope = slices
-    q_norm, k_norm = (_present(tensors, f"{at}{norm}") for norm in norms)
+    for name in ("q_up", "k_up", "q_rope", "k_rope"):
+        weight, n = f"{at}{name}.weight", 1 if name == "k_rope" else heads
+        rows, _ = _matrix(tensors, weight)
+        if rows % n:
+            raise _UnreadError(f"{name} has {rows} rows, expected a multiple of {n}")
+        parts[name] = _slice(tensors, weight, range(0, rows, rows // n), rows // n)
+    return _mla(
+        at,
+        heads,
+        StreamWeights(
+            weight=parts["q_up"],
+            rope=parts["q_rope"],
+            input=_present(tensors, f"{at}q_latent_norm"),
+        ),
+        StreamWeights(
+            weight=parts["k_up"],
+            rope=parts["k_rope"],
+            input=_present(tensors, f"{at}kv_latent_norm"),
+        ),
+    )
+
+
+def _mla(at: str, heads: int, query: StreamWeights, key: StreamWeights) -> SitePlan:
     return SitePlan(
         name=at[:-1],
         layout="MLA",
         n_heads=heads,
         n_kv_heads=heads,
-        head_dim=query.rows + k_rope.rows,
-        queries=(StreamWeights(weight=query, rope=q_rope, input=q_norm),),
-        keys=(StreamWeights(weight=key, rope=k_rope, input=k_norm),),
+        head_dim=query.weight.rows + (key.rope.rows if key.rope else 0),
+        queries=(query,),
+        keys=(key,),
     )
 
 
@@ -685,10 +703,10 @@ def _left_over(tensors: Tensors, modules: set[str]) -> list[Unknown]:
         if match is None or len(tensor.shape) < 2 or match[1] in around:
             continue
         if modules.isdisjoint(_paths(match[1])):
-            lost.setdefault(match[1], []).append(name)
+            lost.setdefault(match[1], []).append(name[match.end() :])
     unknown = []
     for module, names in lost.items():
-        leaves = [x.removeprefix(f"{module}.").removesuffix(".weight") for x in names]
+        leaves = [name.removesuffix(".weight") for name in names]
         quantised = [leaf for leaf in leaves if leaf.endswith(_QUANTISED)]
         adapters = [leaf for leaf in leaves if ".lora_" in leaf]
         if quantised:
@@ -698,9 +716,18 @@ def _left_over(tensors: Tensors, modules: set[str]) -> list[Unknown]:
                 f"it holds a low-rank adapter ({adapters[0]}) without its base; merge the two and scan the result: "
                 "model.merge_and_unload().save_pretrained(folder)"
             )
-        elif any(name.endswith(".weight") and tensors[name].floating for name in names):
+        elif any(
+            name.endswith(".weight") and tensors[f"{module}.{name}"].floating
+            for name in names
+        ):
             reason = f"no known names for query and key among {', '.join(sorted(leaves)[:6])}"
         else:
             continue
         unknown.append(Unknown(module, reason))
     return unknown
+
+
+def _paths(name: str) -> list[str]:
+    """Returns the name and those of all modules around it."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,33 +22,52 @@ _ALIBI = ("alibi", "use_alibi")
 _WINDOW = ("sliding_window", "sliding_window_size", "attention_window", "local_window")
 
 
-def differences(model: nn.Module, recipes: Sequence[SiteRecipe]) -> tuple[str, ...]:
-    """Returns one sentence for each contradiction, with the attention layers that it concerns.
+class Comparison(NamedTuple):
+    """A setting of a config beside what attention was seen to do."""
 
-    The config of a layer is that of the innermost module around it that has one: a mapping, a dataclass, or any object
-    with `to_dict` or plain attributes. The result is empty if there is none.
-    """
-    return _by_layers(model, recipes, _contradictions)
+    setting: str  #: the name in the config
+    says: str  #: what the config says
+    does: str  #: what the model does
+    agrees: bool  #: whether that is the same
+    contradiction: str  #: the sentence if it is not
+
+
+# The layers that a comparison concerns.
+Comparisons = dict[Comparison, list[str]]
+
+
+def comparisons(model: nn.Module, recipes: Sequence[SiteRecipe]) -> Comparisons:
+    """Compares what each attention layer does with its config: that of the innermost module around it that has one, a
+    mapping, a dataclass, or any object with `to_dict` or plain attributes."""
+    return _by_layers(model, recipes, _compared)
+
+
+def differences(
+    compared: Comparisons, recipes: Sequence[SiteRecipe]
+) -> tuple[str, ...]:
+    """Returns one sentence for each contradiction, with the attention layers that it concerns."""
+    return tuple(
+        f"{comparison.contradiction} ({'everywhere' if len(names) == len(recipes) else compress(names)})"
+        for comparison, names in compared.items()
+        if not comparison.agrees
+    )
 
 
 def _by_layers(
     model: nn.Module,
     recipes: Sequence[SiteRecipe],
-    compare: Callable[[ConfigMapping, SiteRecipe], Iterator[str]],
-) -> tuple[str, ...]:
+    compare: Callable[[ConfigMapping, SiteRecipe], Iterator[Comparison]],
+) -> Comparisons:
     windowed = any(recipe.window is not None for recipe in recipes)
-    layers: dict[str, list[str]] = {}
+    layers: Comparisons = {}
     for recipe in recipes:
         config = _config_of(model, recipe.name)
-        for sentence in (
+        for comparison in (
             *compare(config, recipe),
             *_window(config, recipe, windowed),
         ):
-            layers.setdefault(sentence, []).append(recipe.name)
-    return tuple(
-        f"{sentence} ({'everywhere' if len(names) == len(recipes) else compress(names)})"
-        for sentence, names in layers.items()
-    )
+            layers.setdefault(comparison, []).append(recipe.name)
+    return layers
 
 
 def call_differences(
@@ -82,7 +101,7 @@ def call_differences(
             scale=(scale,) if is_known else (),
         )
         recipes.append(recipe)
-    return list(_by_layers(model, recipes, _scale_and_cap))
+    return list(differences(_by_layers(model, recipes, _scale_and_cap), recipes))
 
 
 def _config_of(model: nn.Module, site: str) -> ConfigMapping:
@@ -122,60 +141,76 @@ def _numbers(config: ConfigMapping, word: str) -> list[float]:
     return numbers
 
 
-def _contradictions(config: ConfigMapping, recipe: SiteRecipe) -> Iterator[str]:
+def _compared(config: ConfigMapping, recipe: SiteRecipe) -> Iterator[Comparison]:
     key, is_normed = _first(config, _NORM)
     normed = [side for side in "qk" if {"q": recipe.query, "k": recipe.key}[side].acts]
     if type(is_normed) is bool and "unknown" not in (
         recipe.query.kind,
         recipe.key.kind,
     ):
-        if is_normed and len(normed) < 2:
-            missing = " or ".join(side for side in "qk" if side not in normed)
-            yield f"config.{key} is true, but no norm is applied to {missing}"
-        if not is_normed and normed:
-            yield f"config.{key} is false, but a norm is applied to {' and '.join(normed)}"
+        does = f"norm of {' and '.join(normed)}" if normed else "no norm"
+        missing = " or ".join(side for side in "qk" if side not in normed)
+        contradiction = f"config.{key} is true, but no norm is applied to {missing}"
+        if not is_normed:
+            sides = " and ".join(normed)
+            contradiction = f"config.{key} is false, but a norm is applied to {sides}"
+        is_same = len(normed) == (2 if is_normed else 0)
+        yield Comparison(key, str(is_normed), does, is_same, contradiction)
     yield from _scale_and_cap(config, recipe)
     key, has_alibi = _first(config, _ALIBI)
-    if has_alibi is True and recipe.scale and not recipe.bias:
-        yield f"config.{key} is true, but nothing is added to the scores"
+    if has_alibi is True and recipe.scale:
+        does = "a bias of the scores" if recipe.bias else "nothing added"
+        contradiction = f"config.{key} is true, but nothing is added to the scores"
+        yield Comparison(key, "True", does, recipe.bias, contradiction)
     for key, word, number in (
         ("num_attention_heads", "attention_heads", recipe.n_heads),
         ("head_dim", "head_dim", recipe.head_dim),
     ):
-        is_stated = isinstance(config.get(key), int) and not recipe.latent
-        if is_stated and number not in _numbers(config, word):
-            yield f"config.{key} is {config[key]}, observed: {number}"
+        if isinstance(config.get(key), int) and not recipe.latent:
+            is_same = number in _numbers(config, word)
+            contradiction = f"config.{key} is {config[key]}, observed: {number}"
+            yield Comparison(key, str(config[key]), str(number), is_same, contradiction)
     bases = [*_numbers(config, "theta"), *_numbers(config, "base_freq")]
     if bases and recipe.rotation is not None and recipe.rotation.base is not None:
         observed_bases = recipe.rotation.base, recipe.rotation.whole_base
-        if not any(
+        is_same = any(
             abs((observed or 0.0) / base - 1) < 0.05
             for base in bases
             for observed in observed_bases
-        ):
-            text = ", ".join(f"{base:,.6g}" for base in bases)
-            yield f"the rotary base is {text} in config, but the observed one is {recipe.rotation.base:,.6g}"
+        )
+        text, observed = (
+            ", ".join(f"{base:,.6g}" for base in bases),
+            f"{recipe.rotation.base:,.6g}",
+        )
+        contradiction = (
+            f"the rotary base is {text} in config, but the observed one is {observed}"
+        )
+        yield Comparison("rope_theta", text, observed, is_same, contradiction)
 
 
-def _scale_and_cap(config: ConfigMapping, recipe: SiteRecipe) -> Iterator[str]:
+def _scale_and_cap(config: ConfigMapping, recipe: SiteRecipe) -> Iterator[Comparison]:
     for key, power in (("query_pre_attn_scalar", -0.5), ("attention_multiplier", 1)):
         number = config.get(key)
-        if isinstance(number, (int, float)) and number > 0:
-            expected, scale = number**power, recipe.total_scale
-            if not math.isnan(scale) and abs(scale / expected - 1) >= 2e-3:
-                observed = scale_text((scale,), recipe.head_dim)
-                yield (
-                    f"config.{key} {number:g} means logits {expected:.4g} · q·k, but the observed scale is {observed}"
-                )
+        scale = recipe.total_scale
+        if isinstance(number, (int, float)) and number > 0 and not math.isnan(scale):
+            expected, observed = number**power, scale_text((scale,), recipe.head_dim)
+            contradiction = f"config.{key} {number:g} means logits {expected:.4g} · q·k, but the observed scale is {observed}"
+            is_same = abs(scale / expected - 1) < 2e-3
+            yield Comparison(key, f"{number:g}", observed, is_same, contradiction)
     key, cap = _first(config, _CAP)
     cap = cap or 0.0
-    is_compared = key and isinstance(cap, (int, float))
-    if is_compared and not math.isclose(cap, recipe.softcap or 0.0, rel_tol=1e-3):
+    if key and isinstance(cap, (int, float)):
         observed = "none" if recipe.softcap is None else f"{recipe.softcap:g}"
-        yield f"config.{key} is {config[key]}, but the observed cap is {observed}"
+        contradiction = (
+            f"config.{key} is {config[key]}, but the observed cap is {observed}"
+        )
+        is_same = math.isclose(cap, recipe.softcap or 0.0, rel_tol=1e-3)
+        yield Comparison(key, str(config[key]), observed, is_same, contradiction)
 
 
-def _window(config: ConfigMapping, recipe: SiteRecipe, windowed: bool) -> Iterator[str]:
+def _window(
+    config: ConfigMapping, recipe: SiteRecipe, windowed: bool
+) -> Iterator[Comparison]:
     """Compares the window that was seen with the configured one, or says that a window narrower than the batch is lost.
 
     Without `layer_types`, which layers have the window is the code's choice, so one layer with a window is enough:
@@ -189,13 +224,21 @@ def _window(config: ConfigMapping, recipe: SiteRecipe, windowed: bool) -> Iterat
         window = 0
     if recipe.window is not None:
         # Whether a window counts the query's own token differs between libraries.
-        if key and abs(window - recipe.window) > 1:
+        if key:
             configured = (
                 f"config.{key} is {window}"
                 if window > 0
                 else "config says no sliding window"
             )
-            yield f"{configured}, but queries see only {recipe.window} keys"
+            contradiction = f"{configured}, but queries see only {recipe.window} keys"
+            is_same = abs(window - recipe.window) <= 1
+            yield Comparison(
+                key,
+                str(window or None),
+                f"{recipe.window} keys",
+                is_same,
+                contradiction,
+            )
     elif window > 0 and recipe.keys is not None and recipe.keys > window + 1:
         types, number = config.get("layer_types"), re.search(r"\d+", recipe.name)
         layer = -1 if number is None else int(number[0])
@@ -204,4 +247,7 @@ def _window(config: ConfigMapping, recipe: SiteRecipe, windowed: bool) -> Iterat
         else:
             is_lost = not windowed
         if is_lost:
-            yield f"config.{key} is {window}, but queries see all earlier keys"
+            contradiction = (
+                f"config.{key} is {window}, but queries see all earlier keys"
+            )
+            yield Comparison(key, str(window), "all earlier keys", False, contradiction)

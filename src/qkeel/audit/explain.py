@@ -9,7 +9,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
-from qkeel.audit.config_differences import differences
+from qkeel.audit.config_differences import comparisons, differences
 from qkeel.audit.norm_evidence import (
     NormFit,
     fit_norm,
@@ -19,7 +19,7 @@ from qkeel.audit.norm_evidence import (
 )
 from qkeel.audit.one_pass import OnePass
 from qkeel.audit.output_gates import gate_text
-from qkeel.audit.recipes import Explanation, NormRecipe, SiteRecipe
+from qkeel.audit.recipes import Explanation, NormRecipe, SiteRecipe, compress
 from qkeel.audit.visibility import describe_visible, visible_pairs
 from qkeel.capture.calls import ScoresCall
 from qkeel.capture.example import Arguments, arguments, undisturbed
@@ -76,10 +76,15 @@ def explain(model: nn.Module, batch: object = None) -> Explanation:
             )
         trace = OnePass(model, foreign, args, kwargs)
         recipes = [SiteEvidence(trace, site).recipe() for site in foreign]
+    compared = comparisons(model, recipes)
     return Explanation(
         model=type(model).__name__,
         sites=tuple(recipes),
-        differences=differences(model, recipes),
+        differences=differences(compared, recipes),
+        compared=tuple(
+            (x.setting, x.says, x.does, compress(names))
+            for x, names in compared.items()
+        ),
     )
 
 

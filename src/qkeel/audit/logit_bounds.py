@@ -100,49 +100,53 @@ def measure(
 ) -> SiteReport:
     """Returns the report of a site from its Gram matrices; `load` reads a small tensor (gain, bias) by name."""
     heads, sides = plan.n_heads, (*plan.queries, *plan.keys)
-    is_finite = torch.ones(heads, dtype=torch.bool)
-    products, frobenius, spectral = {}, {}, {}
-    for part in plan.slices():
+    finite = torch.ones(heads, dtype=torch.bool)
+    wide, frobenius, spectral = {}, {}, {}
+    for weight_slice in plan.slices():
         # A head that is not finite must not hide the others, so it is left out and marked in the end.
-        finite = gram[part].isfinite().flatten(1).all(1)
-        of_heads = torch.where(finite[:, None, None], gram[part], 0).double()
-        traces = of_heads.diagonal(dim1=1, dim2=2).sum(1).clamp_min(0)
-        is_finite &= _per_query_head(finite, heads)
-        products[part] = _per_query_head(of_heads, heads)
-        frobenius[part] = _per_query_head(traces.sqrt(), heads)
-        spectral[part] = _per_query_head(gram_spectral_norm(of_heads), heads)
+        is_finite = gram[weight_slice].isfinite().flatten(1).all(1)
+        products = torch.where(is_finite[:, None, None], gram[weight_slice], 0).double()
+        traces = products.diagonal(dim1=1, dim2=2).sum(1).clamp_min(0)
+        # Query heads that use one key head.
+        share = heads // len(weight_slice.starts)
+        (
+            wide[weight_slice],
+            spectral[weight_slice],
+            frobenius[weight_slice],
+            is_finite,
+        ) = (
+            values.repeat_interleave(share, 0)
+            for values in (
+                products,
+                gram_spectral_norm(products),
+                traces.sqrt(),
+                is_finite,
+            )
+        )
+        finite &= is_finite
     pairs = [
-        gram_interaction_norms(products[query.weight], products[key.weight])
+        gram_interaction_norms(wide[query.weight], wide[key.weight])
         for query in plan.queries
         for key in plan.keys
     ]
-    interaction = torch.stack([norm for _, norm in pairs]).amax(0)
-    lengths = _Lengths(plan, spectral, load, 1.0 if geometry.one_plus else 0.0)
-    logit_bound, gain_bound, interaction_bound = lengths.bounds(interaction)
+    interaction = torch.stack([spectral_norm for _, spectral_norm in pairs]).amax(0)
+    lengths = _Lengths(plan, spectral, load, geometry)
+    logit_bound, gain_bound, interaction_bound, note = lengths.bounds(interaction)
     scale = geometry.scale_of(plan.head_dim)
     # YaRN scales cos and sin of both sides.
     rotated = scale * geometry.rope_factor**2
 
     def per_head(column: Tensor) -> tuple[float, ...]:
-        column = column.expand(heads)
-        return tuple(torch.where(is_finite, column, math.nan).tolist())
+        return tuple(torch.where(finite, column.expand(heads), math.nan).tolist())
 
     def largest(
         norms: Mapping[Slice, Tensor], streams: tuple[StreamWeights, ...]
     ) -> tuple[float, ...]:
         return per_head(torch.stack([norms[side.weight] for side in streams]).amax(0))
 
-    notes, assumed = list(plan.notes), list(plan.assumed)
-    has_gain = any(side.gain for side in sides)
-    if has_gain and plan.layout == "MLA":
-        notes.append("q/k norm on MLA: no bound is computed")
-    elif not notes and any(not (side.gain or side.input) for side in sides):
-        notes.append(
-            "no norm found before the projections: weights alone give no logit bound"
-        )
-    if not is_finite.all():
-        notes.append("some weights are NaN or infinite")
-    kind = geometry.model_type
+    notes = [*plan.notes, note if not plan.notes or "MLA" in note else ""]
+    notes.append("" if finite.all() else "some weights are NaN or infinite")
+    kind, assumed = geometry.model_type, list(plan.assumed)
     if kind not in VERIFIED and any(side.input or side.gain for side in sides):
         assumed.append(
             "no model_type: norms taken to precede attention, gains read as w, logits divided by √head_dim"
@@ -169,52 +173,57 @@ def measure(
         gain_bound=per_head(rotated * gain_bound),
         query_gain_max=lengths.gain_max(plan.queries),
         key_gain_max=lengths.gain_max(plan.keys),
-        notes=tuple(notes),
+        notes=tuple(filter(None, notes)),
         assumed=tuple(assumed),
     )
 
 
-def _per_query_head(values: Tensor, heads: int) -> Tensor:
-    """Repeats what a key head has for the query heads that use it."""
-    return values.repeat_interleave(heads // len(values), 0)
-
-
 @final
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Lengths:
-    """How long the queries and keys of each head can be, before the scale, and so their products.
+    """How long the queries and keys of each head can be, before the scale, and so their products."""
 
-    `offset` is added to gains: 1 where norms multiply by 1 + w.
-    """
+    def __init__(
+        self,
+        plan: SitePlan,
+        spectral: Mapping[Slice, Tensor],
+        load: Load,
+        geometry: Geometry,
+    ) -> None:
+        self.plan, self.spectral, self.load = plan, spectral, load
+        self.offset = 1.0 if geometry.one_plus else 0.0
 
-    plan: SitePlan
-    spectral: Mapping[Slice, Tensor]
-    load: Load
-    offset: float
-
-    def bounds(self, interaction: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the bound from weights, the bound from gains, and the bound without rotation, from ‖W_QᵀW_K‖₂; NaN
-        where there is none."""
+    def bounds(self, interaction: Tensor) -> tuple[Tensor, Tensor, Tensor, str]:
+        """Returns the bound from weights, the bound from gains, the bound without rotation, from ‖W_QᵀW_K‖₂, and why
+        there is none."""
         plan, unknown = self.plan, torch.tensor(math.nan, dtype=torch.float64)
+        sides = (*plan.queries, *plan.keys)
+        is_normed = any(side.gain is not None for side in sides)
         query, key = plan.queries[0], plan.keys[0]
-        is_normed = any(side.gain for side in (*plan.queries, *plan.keys))
+        note = ""
+        if any(side.gain is None and side.input is None for side in sides):
+            note = "no norm found before the projections: weights alone give no logit bound"
         radii = self._radius(query.input) * self._radius(key.input)
         if query.rope is not None and key.rope is not None:
             if is_normed:
-                return unknown, unknown, unknown
+                return (
+                    unknown,
+                    unknown,
+                    unknown,
+                    "q/k norm on MLA: no bound is computed",
+                )
             rotated = self._projected(query.rope, query.input)
             rotated = rotated * self._projected(key.rope, key.rope_input)
             bound = radii * interaction + rotated
-            return bound, unknown, bound
+            return bound, unknown, bound, note
         # Rotations keep lengths, so the product of the largest lengths bounds the logit at any offset.
-        bound = self._longest(plan.queries) * self._longest(plan.keys)
+        q, k = self._longest(plan.queries), self._longest(plan.keys)
         if is_normed:
-            return unknown, bound, unknown
+            return unknown, q * k, unknown, note
         if len(plan.queries) > 1:
-            return bound, unknown, bound
+            return q * k, unknown, q * k, note
         # Biases add to both sides what they add to the product of the norms.
         without = self.spectral[query.weight] * self.spectral[key.weight] * radii
-        return bound, unknown, radii * interaction + (bound - without)
+        return q * k, unknown, radii * interaction + (q * k - without), note
 
     def _longest(self, streams: tuple[StreamWeights, ...]) -> Tensor:
         """Returns the largest L2 norm of a head's q (or k) over all streams of tokens; NaN if one has no bound."""
@@ -236,7 +245,10 @@ class _Lengths:
             bias[start : start + weight_slice.rows].double().norm()
             for start in weight_slice.starts
         ]
-        return length + _per_query_head(torch.stack(norms), self.plan.n_heads)
+        return length + self._per_query_head(torch.stack(norms))
+
+    def _per_query_head(self, values: Tensor) -> Tensor:
+        return values.repeat_interleave(self.plan.n_heads // len(values))
 
     def _normed(self, name: str, heads: int) -> Tensor:
         """Returns the largest L2 norm of a normed head, for each query head."""
@@ -249,7 +261,7 @@ class _Lengths:
                 width = gain.numel()
         per_head = bias.view(rows if bias.numel() == gain.numel() else 1, -1)
         lengths = width**0.5 * gain.view(rows, -1).abs().amax(1) + per_head.norm(dim=1)
-        return _per_query_head(lengths, self.plan.n_heads)
+        return self._per_query_head(lengths)
 
     def _radius(self, name: str | None) -> float:
         """Returns ρ for the named norm, or NaN if there is no such norm."""

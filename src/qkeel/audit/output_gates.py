@@ -2,35 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qkeel.patching.modes import (
-    Guarded,
-    function_name,
-    in_function_transform,
-    unguarded,
-)
+from qkeel.patching.modes import Guarded, function_name, unguarded
 
 # A head with a smaller mean gate is shut.
 SHUT = 0.05
-_PRODUCTS = frozenset({"scaled_dot_product_attention", "matmul", "bmm", "einsum"})
-_TIMES = frozenset({"mul", "rmul", "multiply"})
-# These may copy, so that the storage no longer shows where numbers come from.
-_COPIES = frozenset(
-    {"to", "float", "type_as", "clone", "contiguous", "dropout", "reshape", "flatten"}
+# Numbers of a gate that are averaged, in float64.
+_AVERAGED = 1 << 22
+# These move nothing.
+_KEEPS = ("to", "float", "type_as", "clone", "dropout", "contiguous")
+_MOVES = frozenset(
+    {
+        *("transpose", "swapaxes", "permute", "movedim", "reshape", "view", "flatten"),
+        *("unflatten", "unsqueeze", "squeeze", "expand", "getitem"),
+        *_KEEPS,
+    }
 )
+_PRODUCTS = frozenset({"scaled_dot_product_attention", "matmul", "bmm", "einsum"})
+
+
+@final
+@dataclasses.dataclass(slots=True, eq=False)
+class _Attention:
+    """One attention call: its output [b h t d], its site once that is known, and the mean gate [h] of its output."""
+
+    output: Tensor
+    site: str | None = None
+    gate: Tensor | None = None
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Output:
+    """The output of attention on its way, times a constant, and the calls that moved it."""
+
+    x: Tensor
+    attention: _Attention
+    moves: tuple[Callable[[Tensor], Tensor], ...] = ()
+    factor: float = 1.0
+
+    def heads(self) -> Tensor:
+        """The head of each number."""
+        x = self.attention.output
+        dtype = torch.uint8 if x.shape[1] < 256 else torch.int16
+        # With the strides of x, so that it goes where x went.
+        heads = torch.empty_like(x, dtype=dtype, requires_grad=False)
+        numbers = torch.arange(x.shape[1], dtype=dtype, device=x.device)
+        heads.copy_(numbers[None, :, None, None])
+        for move in self.moves:
+            heads = move(heads)
+        return heads
 
 
 @final
 class GateMode(TorchFunctionMode):
-    """Tells when the output of attention is multiplied by what a sigmoid made; `gates` has the mean gate [h] by site.
+    """Follows the outputs of attention to what they are multiplied by; `gates` has the mean gate [h] by site.
 
-    It has to be below the mode that finds attention calls, which reports each to `captured`.
+    It has to be below the mode that finds attention calls, which reports each to `captured`: one that is written by hand
+    when its module has ended, and its output may have met its gate by then.
 
     guard: the function through which what a call has computed is read.
     """
@@ -39,12 +75,11 @@ class GateMode(TorchFunctionMode):
         super().__init__()
         self.gates: dict[str, Tensor] = {}
         self._guard = guard
-        # The latest product, which is the output of the attention that is reported next.
-        self._product: Tensor | None = None
-        self._site, self._shape = "", torch.Size()
-        # By storage, the output of the attention that was reported last, times a constant, and what sigmoids made; the
-        # tensors are kept, so that no other gets their memory.
-        self._outputs: dict[int, tuple[Tensor, float]] = {}
+        # What may be the attention that is reported next: the latest fused call, or first product after a softmax.
+        self._latest: _Attention | None = None
+        self._after_softmax = False
+        # By id; the tensors are kept, so that no other gets their id.
+        self._outputs: dict[int, _Output] = {}
         self._sigmoids: dict[int, Tensor] = {}
 
     def __torch_function__(
@@ -56,61 +91,104 @@ class GateMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        # What is being compiled or transformed has no values.
-        has_values = not (torch.compiler.is_compiling() or in_function_transform())
-        if isinstance(output, Tensor) and has_values:
-            self._guard(self._follow, function_name(func), args, output)
+        # What is being compiled has no values.
+        if isinstance(output, Tensor) and not torch.compiler.is_compiling():
+            self._guard(self._follow, func, args, kwargs, output)
         return output
 
     def captured(self, site: str) -> None:
-        """Begins to look for the gate of a site."""
-        x, self._product = self._product, None
-        self._outputs.clear()
+        """Says whose output the latest one is."""
+        latest, self._latest = self._latest, None
+        self._forget_others(latest)
+        if latest is not None:
+            latest.site = site
+            if latest.gate is not None:
+                self.gates.setdefault(site, latest.gate)
+
+    def _forget_others(self, attention: _Attention | None) -> None:
+        self._outputs = {
+            key: tag for key, tag in self._outputs.items() if tag.attention is attention
+        }
+
+    def _follow(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        name = function_name(func)
+        if name in _PRODUCTS:
+            self._begin(output, is_fused=name == "scaled_dot_product_attention")
+        elif name == "softmax":
+            self._after_softmax = True
+        elif name == "sigmoid":
+            self._sigmoids[id(output)] = output
+        elif name in _MOVES and args:
+            self._move(func, args, kwargs, output)
+        elif name in ("mul", "rmul", "multiply") and len(args) == 2:
+            self._multiply(args[0], args[1], output)
+
+    def _begin(self, x: Tensor, *, is_fused: bool) -> None:
+        """Begins to follow what may be the output of attention."""
+        if not is_fused and not self._after_softmax:
+            return
+        self._after_softmax = False
         # Of a tensor that is split between processes, one holds some heads alone.
         if type(x) is Tensor and x.ndim == 4 and not x.is_meta:
-            self._site, self._shape = site, x.shape
-            self._outputs[_storage(x)] = x, 1.0
+            self._latest = attention = _Attention(x)
+            self._outputs[id(x)] = _Output(x, attention)
 
-    def _follow(self, name: str, args: tuple[Any, ...], output: Tensor) -> None:
-        if name in _PRODUCTS:
-            self._product = output
-        if type(output) is not Tensor or output.is_meta:
-            return
-        if name == "sigmoid":
-            self._sigmoids[_storage(output)] = output
-        pairs: tuple[tuple[object, object], ...] = ()
-        if name in _COPIES and args:
-            pairs = ((args[0], 1.0),)
-        elif name in _TIMES and len(args) == 2:
-            pairs = (args, args[::-1])
-        for x, factor in pairs:
-            tag, is_gate = self._outputs.get(_storage(x)), _storage(x) in self._sigmoids
-            if isinstance(factor, (int, float)):
+    def _move(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        tag = self._outputs.get(id(args[0]))
+        if tag is not None:
+            moves = tag.moves
+            if function_name(func) not in _KEEPS:
+                moves = *moves, lambda heads: func(heads, *args[1:], **kwargs)
+            self._outputs[id(output)] = dataclasses.replace(tag, x=output, moves=moves)
+        if id(args[0]) in self._sigmoids:
+            self._sigmoids[id(output)] = output
+
+    def _multiply(self, first: object, second: object, output: Tensor) -> None:
+        for x, y in ((first, second), (second, first)):
+            tag, gate = self._outputs.get(id(x)), self._sigmoids.get(id(y))
+            if tag is not None and gate is not None:
+                self._meet(tag, gate.detach(), output.shape)
+            elif isinstance(y, (int, float)):
                 if tag is not None:
-                    self._outputs[_storage(output)] = output, tag[1] * factor
-                if is_gate:
-                    self._sigmoids[_storage(output)] = output
-            elif tag is not None and _storage(factor) in self._sigmoids:
-                self._average(x, factor, tag[1])
+                    factor = tag.factor * y
+                    self._outputs[id(output)] = dataclasses.replace(
+                        tag, x=output, factor=factor
+                    )
+                if id(x) in self._sigmoids:
+                    self._sigmoids[id(output)] = output
 
-    def _average(self, x: Tensor, gate: Tensor, factor: float) -> None:
-        """Averages a gate that multiplies the output of the site, in one of the layouts that it goes through."""
-        b, h, t, d = self._shape
-        gate = gate.detach().expand(x.shape)
-        if x.shape == (b, t, h * d):
-            gate = gate.unflatten(-1, (h, d))
-        elif x.shape == (b, h, t, d) and t != h:
-            gate = gate.transpose(1, 2)
-        if gate.shape == (b, t, h, d):
-            means = factor * gate.mean((0, 1, 3), dtype=torch.float32)
-            self.gates.setdefault(self._site, means)
+    def _meet(self, tag: _Output, gate: Tensor, shape: torch.Size) -> None:
+        attention = tag.attention
+        try:
+            heads = tag.heads()
+        except RuntimeError:
+            # A view that the strides of this tensor do not allow.
+            return
+        n_heads = attention.output.shape[1]
+        attention.gate = _means(gate, heads, n_heads, shape) * tag.factor
+        if attention.site is not None:
+            self.gates.setdefault(attention.site, attention.gate)
 
 
-def _storage(x: object) -> int:
-    """The address of a tensor's memory, which its views share."""
-    if type(x) is Tensor and not x.is_meta:
-        return x.untyped_storage().data_ptr()
-    return -1
+def _means(gate: Tensor, heads: Tensor, n_heads: int, shape: torch.Size) -> Tensor:
+    """The mean gate of each head; of many numbers, evenly spaced rows of the first dimension speak for all."""
+    gate, heads = gate.expand(shape), heads.expand(shape)
+    # Eight rows or more remain.
+    step = min(-(-gate.numel() // _AVERAGED), max(1, len(gate) // 8))
+    # Unless that dimension is the heads.
+    if step > 1 and int(heads[0].max()) - int(heads[0].min()) + 1 == n_heads:
+        gate, heads = gate[::step], heads[::step]
+    numbers, index = gate.double().flatten(), heads.flatten().long()
+    # Unlike bincount, this does not wait for the device.
+    sums, counts = (
+        numbers.new_zeros(n_heads).index_add(0, index, values)
+        for values in (numbers, torch.ones_like(numbers))
+    )
+    return sums / counts
 
 
 def gate_text(means: Tensor | None) -> str:

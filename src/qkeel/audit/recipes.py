@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, final
 
+from qkeel.metrics import text_table
 from qkeel.records import LAYER_TYPES
 
 
@@ -216,6 +217,25 @@ class Explanation:
     differences: tuple[
         str, ...
     ] = ()  #: one sentence per config setting that the model contradicts
+    #: each setting that was compared: its name, what the config says, what the model does, and in which layers
+    compared: tuple[tuple[str, str, str, str], ...] = ()
+
+    def table(self) -> str:
+        """Formats the settings of the config that were compared with what attention does.
+
+        >>> print(Explanation(model="Decoder", sites=(), compared=(("head_dim", "64", "64", "h.{0-3}"),)).table())
+        setting   config says  model does   layers
+        head_dim           64          64  h.{0-3}
+        >>> print(Explanation(model="Decoder", sites=()).table())
+        no setting of a config was compared: Decoder has none that says what its attention does
+        """
+        if not self.compared:
+            return (
+                f"no setting of a config was compared: {self.model} has none that says what its "
+                "attention does"
+            )
+        heading = ("setting", "config says", "model does", "layers")
+        return text_table([heading, *self.compared])
 
     def __str__(self) -> str:
         plural = "s" * (len(self.sites) != 1)

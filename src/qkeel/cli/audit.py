@@ -407,7 +407,7 @@ def convert(
         checkpoint: A Hugging Face folder: config.json and safetensors, in one file or in shards.
         to: The architecture to write.
         out: The folder to write; it must be new or empty.
-        norm_eps: The eps of the q/k norms, if it differs from rms_norm_eps in config.json.
+        norm_eps: The eps of the q/k norms. By default rms_norm_eps in config.json is taken, with a warning.
     """
     print(write_converted(checkpoint, to, out, norm_eps=norm_eps))
     return OK

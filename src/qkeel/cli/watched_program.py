@@ -51,7 +51,7 @@ from qkeel.monitor import (
     sample_table,
 )
 from qkeel.monitor.monitor import Monitor, watched
-from qkeel.monitor.record import shown_samples
+from qkeel.monitor.sample import shown_samples
 from qkeel.monitor.watch import watch as attach
 from qkeel.options import parse as parse_terms
 from qkeel.patching.forward import in_extra_pass, unwrapped

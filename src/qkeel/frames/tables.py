@@ -95,13 +95,7 @@ class Frame:
 
     def without(self, name: str) -> Frame:
         """Returns a copy of the frame without the column `name`."""
-        return Frame(
-            {
-                column: values
-                for column, values in self.columns.items()
-                if column != name
-            }
-        )
+        return Frame({k: v for k, v in self.columns.items() if k != name})
 
     def to_pandas(self) -> Foreign:
         """Returns a pandas.DataFrame.
@@ -175,12 +169,8 @@ def steps_frame(steps: np.ndarray, values: Mapping[str, np.ndarray]) -> Frame:
     >>> steps_frame(np.array([0, 5]), {"max_logit": np.array([1.0, 2.0])})
     <Frame of 2 rows: step, max_logit>
     """
-    return Frame(
-        {
-            "step": np.asarray(steps).astype(np.int64),
-            **{k: v for k, v in values.items() if k != "step"},
-        }
-    )
+    step = np.asarray(steps).astype(np.int64)
+    return Frame({"step": step, **Frame(values).without("step").columns})
 
 
 def layers_frame(
@@ -230,36 +220,27 @@ def heads_frame(
     measured = {
         name: values for name, values in heads.items() if not np.isnan(values).all()
     }
-    if not measured:
-        kinds = {
-            "step": np.int64,
-            "layer": object,
-            **({"type": object} if types else {}),
-            "head": np.int64,
-        }
-        return Frame({name: np.zeros(0, kind) for name, kind in kinds.items()})
-    n, n_layers, n_heads = next(iter(measured.values())).shape
+    n, n_layers, n_heads = next(iter(measured.values()), np.zeros((0, 0, 0))).shape
     names = np.array(
         # As objects, the rows share one string per layer, which numpy's own strings would copy at the longest length.
         [layers[i] if layers else f"layer {i}" for i in range(n_layers)],
         dtype=object,
     )
     step, layer, head = np.indices((n, n_layers, n_heads)).reshape(3, -1)
-    there = np.any(
-        [~np.isnan(values.reshape(-1)) for values in measured.values()], axis=0
-    )
+    there = np.zeros(len(step), bool)
+    for values in measured.values():
+        there |= ~np.isnan(values.reshape(-1))
     columns = {"step": np.asarray(steps).astype(np.int64)[step], "layer": names[layer]}
     if types:
-        columns["type"] = np.array(
-            [types.get(name, "") for name in names], dtype=object
-        )[layer]
+        of_layers = [types.get(name, "") for name in names]
+        columns["type"] = np.array(of_layers, dtype=object)[layer]
     columns["head"] = head
     return Frame(
         {name: v.reshape(-1)[there] for name, v in {**columns, **measured}.items()}
     )
 
 
-# Figures in matplotlib: one line per layer over the steps, a heat map of heads, a forecast.
+# Figures in matplotlib: one line per layer over the steps, and a heat map of heads.
 
 # a legend lists at most this many lines; if there are more, the title explains the
 # colors.
@@ -334,40 +315,3 @@ def draw_heads(
         ax.set_yticks(range(len(names)), names)
     ax.set(xlabel="head", ylabel="layer")
     ax.xaxis.get_major_locator().set_params(integer=True)
-
-
-def draw_forecast(
-    ax: Foreign,
-    threshold: float,
-    now: tuple[float, float],
-    ahead: tuple[float, float, float],
-    farthest: float,
-) -> None:
-    """Draws the threshold, and a line from the last record to the forecast step at which it is reached.
-
-    Args:
-        ax: the Axes.
-        threshold: the threshold for the logit.
-        now: the step and the value of the last record.
-        ahead: the earliest, the most likely and the latest step; infinite if not within this run.
-        farthest: the last step that the axis shows.
-    """
-    low, step, high = ahead
-    ax.axhline(threshold, color="0.5", linestyle=":")
-    if np.isfinite(step):
-        ax.plot(
-            [now[0], step],
-            [now[1], threshold],
-            color="C3",
-            linestyle="--",
-            label="forecast",
-        )
-        ax.axvspan(
-            low,
-            high if np.isfinite(high) else step,
-            color="C3",
-            alpha=0.15,
-            label="90 % interval",
-        )
-    ax.set_xlim(right=min(ax.get_xlim()[1], farthest))
-    ax.legend()

@@ -285,7 +285,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     Add it with `Trainer(callbacks=[QkeelCallback()])`. Numbers measured at optimizer step s go to
     `trainer.state.log_history` and to everything that `report_to` names (TensorBoard, W&B, MLflow, …), as a separate
     log entry at global step s, no matter how often the Trainer itself logs. The Trainer prints two of the numbers: the
-    largest logit and the mean entropy. The last step is always measured.
+    largest logit and the mean entropy. The last planned step is always measured.
 
     With `autopilot`, the callback also limits the logits of the heads that need it (`qkeel.autopilot`). Until its first
     action, training is bit-identical to training without it. Its state is saved with each checkpoint and restored on

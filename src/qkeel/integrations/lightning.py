@@ -27,7 +27,8 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
     """Watches one module of a LightningModule and passes its summaries to the Trainer's loggers.
 
     Numbers measured at optimizer step s are logged at step s, however often the Trainer itself logs, and also go to the
-    module's `log_dict` for callbacks that read metrics. The last step is always measured, even after an early stop.
+    module's `log_dict` for callbacks that read metrics. The last planned step is always measured; a training that stops
+    early is recorded up to its latest measured step.
 
     Lightning calls `training_step` rather than the LightningModule itself, so the callback watches a module inside it:
     its only child with parameters, or the module that `module` names. A LightningModule with several children is

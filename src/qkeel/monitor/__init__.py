@@ -13,13 +13,7 @@ from qkeel.monitor.alarms import (
 )
 from qkeel.monitor.cadence import Adaptive, Cadence, Every, LogSpaced
 from qkeel.monitor.forecast import Forecast, PlannedRates, forecast
-from qkeel.monitor.history import History
-from qkeel.monitor.record import (
-    Sample,
-    sample_line,
-    sample_table,
-)
-from qkeel.monitor.recording import Recording
+from qkeel.monitor.history import History, Recording
 from qkeel.monitor.rules import (
     DEFAULT,
     Alarm,
@@ -33,6 +27,11 @@ from qkeel.monitor.rules import (
     Rule,
     Saturation,
     Severity,
+)
+from qkeel.monitor.sample import (
+    Sample,
+    sample_line,
+    sample_table,
 )
 from qkeel.monitor.sinks import LoggingSink, RunDirectorySink, Sink
 from qkeel.monitor.token_classes import Classes

@@ -14,8 +14,7 @@ from torch import nn
 
 from qkeel.metrics import fused_logit_error, stored_logit_error
 from qkeel.monitor.finite_stages import Facts
-from qkeel.monitor.history import History, LogitLimit
-from qkeel.monitor.recording import Recording
+from qkeel.monitor.history import History, LogitLimit, Recording
 from qkeel.monitor.rules import (
     DEFAULT,
     HOLD,
@@ -25,7 +24,7 @@ from qkeel.monitor.rules import (
     Saturation,
     Severity,
     first,
-    last_record,
+    measured,
     peak,
     trend,
 )
@@ -86,14 +85,13 @@ class Resolution(Rule):
     def check(self, history: History) -> Alarm | None:
         if self.kernel == "eager":
             name, stored = "max_abs_logit", "scores stored in"
-            if last_record(history, name) is None:
+            if np.isnan(measured(history, name)[-1]).all():
                 name = "max_logit"
-            series = history.series(name)
+            series = measured(history, name)
         else:
             name, stored = "query_norm", "q and k rounded to"
-            series, key = history.series(name), history.series("key_norm")
-            series = None if series is None or key is None else series * key
-        if series is None or not len(series) or np.isnan(series[-1]).all():
+            series = measured(history, name) * measured(history, "key_norm")
+        if np.isnan(series[-1]).all():
             return None
         at = peak(name, series[-1])
         course = at.of(series)
@@ -125,18 +123,16 @@ class GainGrowth(Rule):
     cause: str = "the gains of the q/k norm grow"
 
     def check(self, history: History) -> Alarm | None:
-        series, top = history.series("gain_bound"), history.top("gain_bound")
-        if series is None or top is None or not len(series):
-            return None
-        start = series[first(top)]
+        series = measured(history, "gain_bound")
+        start = series[first(series)]
         ratio = series[-1] / np.where(start > 0, start, np.nan)
-        if not (ratio > self.factor).any():
-            return None
-        at = peak("gain_bound", ratio)
-        course = at.of(series)
-        bound, times = float(course[-1]), float(np.nanmax(ratio))
-        meaning = f"the gains of the q/k norm allow logits of {bound:,.3g}, {times:.2g} times as high as at the start"
-        return self.alarm(history, meaning, bound, at=at, trend=trend(history, course))
+        return self.alarm_at(
+            history,
+            "gain_bound",
+            series,
+            np.where(ratio > self.factor, ratio, np.nan),
+            "the gains of the q/k norm allow logits of {value:,.3g}, {score:.2g} times as high as at the start",
+        )
 
 
 @final
@@ -156,15 +152,17 @@ class IdleNorm(Rule):
     cause: str = "the configured q/k norm has no effect"
 
     def check(self, history: History) -> Alarm | None:
-        bound, logit = (last_record(history, x) for x in ("gain_bound", "max_logit"))
-        if bound is None or logit is None or bound.shape != logit.shape:
+        bound, logit = (measured(history, x)[-1] for x in ("gain_bound", "max_logit"))
+        if bound.shape != logit.shape:
             return None
         ratio = logit / np.where(bound > 0, bound, np.nan)
-        if not (ratio > 1 + self.tolerance).any():
-            return None
-        at, times = peak("max_logit", ratio), float(np.nanmax(ratio))
-        meaning = f"{self.kind} norm is configured, but a logit is {times:.3g} times what the norm's gains allow"
-        return self.alarm(history, meaning, times, at=at)
+        return self.alarm_at(
+            history,
+            "max_logit",
+            ratio[None],
+            np.where(ratio > 1 + self.tolerance, ratio, np.nan),
+            f"{self.kind} norm is configured, but a logit is {{score:.3g}} times what the norm's gains allow",
+        )
 
 
 @final
@@ -191,27 +189,25 @@ class VanishingGradient(Rule):
     cause: str = "a query or key weight hardly trains"
 
     def check(self, history: History) -> Alarm | None:
-        series = history.series("grad_over_eps")
-        if series is None or len(series) < 2:
-            return None
+        series = measured(history, "grad_over_eps")
         # NaN where either of the two was not measured.
         larger = series[-2:].max(0)
         is_small = larger < 1
-        if not is_small.any():
+        if len(series) < 2 or not is_small.any():
             return None
-        start = series[first(np.fmax.reduce(series, axis=(1, 2), initial=np.nan))]
+        start = series[first(series)]
         share = larger / np.where(start > 0, start, np.nan)
         typical = float(np.nanmedian(share)) if np.isfinite(share).any() else math.nan
         if typical < TOGETHER:
             # All gradients shrink when a loss is solved, and a smaller eps would only enlarge their noise.
             is_small &= ~(share > TOGETHER * typical)
-            if not is_small.any():
-                return None
-        at = peak("grad_over_eps", np.where(is_small, -larger, np.nan))
-        course = at.of(series)
-        ratio = float(course[-1])
-        meaning = f"the gradient RMS of the query or key weight is {ratio:.2g} times the optimizer's eps"
-        return self.alarm(history, meaning, ratio, at=at, trend=trend(history, course))
+        return self.alarm_at(
+            history,
+            "grad_over_eps",
+            series,
+            np.where(is_small, -larger, np.nan),
+            "the gradient RMS of the query or key weight is {value:.2g} times the optimizer's eps",
+        )
 
 
 @final

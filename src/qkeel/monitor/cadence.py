@@ -11,11 +11,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 from qkeel import distributed as dist
-from qkeel.errors import InvalidTypeError, InvalidValueError, check
+from qkeel.errors import InvalidTypeError, InvalidValueError, caution, check
 from qkeel.patching.roles import Phase
 
 # Nats; logits below this count as equal, because they make no difference to a softmax.
 LEAST = 1.0
+# Passes of a training model without a step of the optimizer, as of an optimizer that another one has replaced; fewer
+# may be micro-batches.
+IDLE_PASSES = 100
+IDLE = (
+    "the optimizer that is watched took no step in the last {} passes of the model in training mode, so nothing is "
+    "recorded. If another optimizer trains the model now, close() this monitor and call qkeel.watch(model, optimizer) "
+    "with that one"
+)
 # Records of which a cadence is told: intervals double, so that older ones cannot
 # matter.
 MOST_TOPS = 16
@@ -169,6 +177,8 @@ class MeasuredSteps:
         # By their likely roles.
         self._begun: Counter[tuple[Phase, str]] = Counter()
         self._last_untrained: dict[str, int] = {}
+        # Of the model in training mode, since the last step.
+        self._idle = 0
         # The largest logits at the latest measured training steps, and the latest of these steps.
         self._tops: list[float] = []
         self._recorded: int | None = None
@@ -185,6 +195,9 @@ class MeasuredSteps:
         likely: Phase = "train" if candidate and training else "eval"
         number = self._begun[likely, model]
         self._begun[likely, model] += 1
+        self._idle += likely == "train" and self._by_optimizer
+        if self._idle == IDLE_PASSES * len(self._models):
+            caution(IDLE.format(IDLE_PASSES))
         counts = candidate and self._by_optimizer and self.step_due
         if likely == "eval":
             last = self._last_untrained.get(model)
@@ -241,3 +254,4 @@ class MeasuredSteps:
     def stepped(self) -> None:
         """Counts one optimizer step."""
         self.done += 1
+        self._idle = 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, final, get_args
+from collections.abc import Sequence, Set
+from typing import Literal, TypeVar, final, get_args
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from qkeel.monitor.token_classes import PassTokens
 from qkeel.sites.site import AttentionSite, Kind
 from qkeel.spec import AttentionCall, Sink
 
+T = TypeVar("T")
 # True for every statistic; "max" for the largest logit only.
 Wanted = Literal[True, "max"]
 
@@ -132,12 +133,8 @@ class SettingSeen:
     def of(self, sites: Sequence[AttentionSite]) -> Setting:
         """The facts that apply to all sites, and the q/k norm of the sites that have one, which is needed for the bound
         from its gains."""
-        dims = {head_dim for head_dim, _ in self._shapes}
-        scales = {scale for _, scale in self._shapes}
-        scale = next(iter(scales)) if len(scales) == 1 else None
-        dtype, kernel = (
-            next(iter(self._formats)) if len(self._formats) == 1 else (None, None)
-        )
+        scale = _only({scale for _, scale in self._shapes})
+        dtype, kernel = _only(self._formats) or (None, None)
         kinds: set[Kind] = set()
         for site in sites:
             if site.query_gains and site.key_gains:
@@ -146,10 +143,15 @@ class SettingSeen:
         return Setting(
             dtype=_NAMES.get(dtype) if is_known else None,  # type: ignore[arg-type]
             kernel=kernel,
-            head_dim=next(iter(dims)) if len(dims) == 1 else None,
+            head_dim=_only({head_dim for head_dim, _ in self._shapes}),
             scale=scale,
-            norm=next(iter(kinds)) if len(kinds) == 1 else None,
+            norm=_only(kinds),
         )
+
+
+def _only(values: Set[T]) -> T | None:
+    """Returns the value that all have in common, or None if there are several or none."""
+    return next(iter(values)) if len(values) == 1 else None
 
 
 @torch.no_grad()

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import final
 
-from torch import nn
+from torch import Tensor, nn
 
 from qkeel import distributed as dist
 from qkeel.audit.config_differences import call_differences
-from qkeel.audit.output_gates import GateMode, shut_gates
+from qkeel.audit.output_gates import shut_gates
 from qkeel.audit.visibility import PackedTokens, SeenKeys, findings, seen_keys
 from qkeel.capture.calls import Seen
 from qkeel.errors import caution
-from qkeel.handle import Handle
-from qkeel.patching.modes import FaultGuard, push_mode, take_off
+from qkeel.patching.modes import FaultGuard
 from qkeel.sites.find import site_label
 from qkeel.sites.site import Sites
 
@@ -33,13 +32,12 @@ class FirstLook:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._guard = FaultGuard(_OFF)
+        self.guard = FaultGuard(_OFF)
         self._tokens: PackedTokens | None = None
         self._layers: dict[str, SeenKeys] = {}
-        self._gates: GateMode | None = None
         self.over = False
         # What is wrong here must not be the monitor's end.
-        self._guard.off.append(self._stop)
+        self.guard.off.append(self._stop)
 
     def _stop(self) -> None:
         self.over = True
@@ -48,48 +46,37 @@ class FirstLook:
         """Begins a pass with these arguments."""
         self._layers = {}
         if not self.over:
-            self._guard(self._read_arguments, args, kwargs)
+            self.guard(self._read_arguments, args, kwargs)
 
     def _read_arguments(
         self, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> None:
         self._tokens = PackedTokens.of(self._model, args, kwargs)
 
-    def attach(self) -> Handle | None:
-        """Begins to look at what the pass that runs multiplies the outputs of attention by, until the handle is
-        removed."""
-        if self.over:
-            return None
-        self._gates = gates = GateMode(self._guard)
-        push_mode(gates)
-        return Handle(lambda: take_off(gates))
-
     def call(self, site: str, call: Seen) -> None:
         """Reads the first call of a site."""
         if not self.over and site not in self._layers:
-            self._guard(self._read_call, site, call)
+            self.guard(self._read_call, site, call)
 
     def _read_call(self, site: str, call: Seen) -> None:
-        if self._gates is not None:
-            self._gates.captured(site)
         if self._tokens is not None:
             label = site_label(site, type(self._model).__name__)
             self._layers[site] = seen_keys(label, [call], self._tokens, _WEIGHTS)
 
-    def end(self, sites: Sites) -> None:
-        """Ends the pass, and warns of what is seen that should not be."""
+    def end(self, sites: Sites, gates: Mapping[str, Tensor]) -> None:
+        """Ends the pass, and warns of what is seen that should not be.
+
+        gates: the mean gate of each head's output by site."""
         if not self.over and self._layers:
             self.over = True
-            self._guard(self._say, sites)
-            self._layers, self._tokens, self._gates = {}, None, None
+            self.guard(self._say, sites, gates)
+            self._layers, self._tokens = {}, None
 
-    def _say(self, sites: Sites) -> None:
+    def _say(self, sites: Sites, gates: Mapping[str, Tensor]) -> None:
         assert self._tokens is not None
         sentences = findings(self._model, self._tokens, self._layers.values())
         sentences += call_differences(self._model, self._layers, sites)
-        if self._gates is not None:
-            gates = self._gates.gates
-            sentences += shut_gates({self._layers[x].layer: gates[x] for x in gates})
+        sentences += shut_gates({self._layers[x].layer: gates[x] for x in gates})
         for sentence in sentences:
             if dist.rank() == 0:
                 caution(_SAID.format(sentence))

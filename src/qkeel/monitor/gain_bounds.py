@@ -56,7 +56,13 @@ class GainBounds:
         numbers: dict[NumberKey, Tensor | Number] = {}
         for site in self.sites:
             query = self._lengths(site.query_gains, site.n_heads)
-            query = query * _scale(site, query)
+            last = torch.full(
+                (1, 1), site.spec.scale.last_position, device=query.device
+            )
+            scale = site.spec.scale.factor(last, site.head_dim, _scale_params(site))
+            like = {"dtype": query.dtype, "device": query.device}
+            # One value, or one for each head.
+            query = query * torch.as_tensor(scale, **like).abs().flatten()
             key = site.per_query_head(self._lengths(site.key_gains, site.n_kv_heads))
             # A product of maxima is no maximum of products, so the factors travel apart.
             gains = [norm.parameter for norm in (*site.query_gains, *site.key_gains)]
@@ -128,14 +134,3 @@ def _scale_params(site: AttentionSite) -> Params:
     if not isinstance(site.module, SpecModule) or not site.spec.scale.parameters(heads):
         return {}
     return site.module.spec_params()
-
-
-def _scale(site: AttentionSite, template: Tensor) -> Tensor:
-    """|scale|, as one value or as one value for each head."""
-    at = torch.full((1, 1), site.spec.scale.last_position, device=template.device)
-    factor = site.spec.scale.factor(at, site.head_dim, _scale_params(site))
-    return (
-        torch.as_tensor(factor, dtype=template.dtype, device=template.device)
-        .abs()
-        .flatten()
-    )

@@ -1,4 +1,5 @@
-"""The records of a run so far, as arrays that rules read, whether they come from a live run, a run directory or a test."""
+"""The records of a run so far, as arrays that rules read, whether they come from a live run, a run directory or a test;
+and those of a run while it trains, with bounded memory and time regardless of its length."""
 
 from __future__ import annotations
 
@@ -11,8 +12,7 @@ import numpy as np
 
 from qkeel.errors import ShapeError, unknown
 from qkeel.frames import Foreign, Frame, heads_frame, layers_frame, steps_frame, tables
-from qkeel.monitor.forecast import LEAST_POINTS, WINDOW, PlannedRates, forecast
-from qkeel.monitor.thresholds import DIVERGES
+from qkeel.monitor.forecast import PlannedRates
 from qkeel.options import lookup
 from qkeel.records import (
     HEAD_FIELDS,
@@ -34,7 +34,6 @@ FIGURES = {
     "drift": "max_logit",
     "entropy": "entropy",
     "heads": "max_logit",
-    "forecast": "max_logit",
 }
 
 
@@ -179,7 +178,7 @@ class History:
         """Draws the records with matplotlib and returns the Axes.
 
         what: "drift" shows the largest logit of each layer over the steps, "entropy" the mean entropy of each layer,
-        "heads" the last record as a map of layers and heads, and "forecast" when the largest logit passes 10,000.
+        and "heads" the last record as a map of layers and heads.
         field: a name from records.HEAD_FIELDS to show instead. ax: the Axes to draw on.
 
         Raises: UnknownNameError for an unknown figure or a field that was not recorded, MissingLibraryError if
@@ -199,34 +198,9 @@ class History:
         if what == "heads" and name in measured:
             label = f"{label}, step {int(self.steps[-1]):,}"
             tables.draw_heads(ax, measured[name][-1], layers, label)
-        elif what == "forecast":
-            self._plot_forecast(ax, name, label)
         else:
             tables.draw_lines(ax, self.steps, lines, layers, label)
         return ax
-
-    def _plot_forecast(self, ax: Foreign, name: str, label: str) -> None:
-        top = self.top(name)
-        assert top is not None
-        tables.draw_lines(ax, self.steps, top[:, None], ["largest of all heads"], label)
-        passing = forecast(
-            self.steps, top, DIVERGES, rates=self.rates, planned=self.planned
-        )
-        now, value = float(self.steps[-1]), float(top[-1])
-        farthest = WINDOW * now
-        if value >= DIVERGES:
-            title = "is already over 1e4"
-        elif len(self) < LEAST_POINTS:
-            title = f"{len(self)} records are too few for a forecast, which needs {LEAST_POINTS}"
-        elif passing is None or farthest < passing.step < np.inf:
-            title = (
-                f"will not pass 10,000 by step {farthest:,.0f} if the trend continues"
-            )
-        else:
-            title = str(passing)
-            ends = (passing.low, passing.step, passing.high)
-            tables.draw_forecast(ax, DIVERGES, (now, value), ends, farthest)
-        ax.set_title(title, fontsize="medium")
 
     def __repr__(self) -> str:
         span = (
@@ -296,3 +270,168 @@ class History:
 def number(value: object) -> float:
     """Returns a recorded number as it is and NaN for anything else, such as null for a loss that was not evaluated."""
     return float(value) if isinstance(value, numbers.Real) else np.nan
+
+
+# Records kept: a power law fits 512 points as well as 100,000, and a rule reads all of
+# them.
+MOST = 512
+# The newest records are always kept, because rules compare the last two.
+_TAIL = 2
+
+
+@final
+class Recording:
+    """The records of a run so far. It keeps all records up to `most`; beyond that, every 2nd, 4th, 8th …, and always
+    the first and the last two.
+
+    Thinning keeps the learning-rate clock exact, because the rate of a dropped record is merged into the next record
+    that is kept.
+
+    layers: the names of the layers, in the order of the first axis of `heads`. planned: the learning rates of the run,
+    if known. most: the number of records to keep, at least 4.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[str] = (),
+        *,
+        planned: PlannedRates | None = None,
+        most: int = MOST,
+    ) -> None:
+        self.layers = tuple(layers)
+        self.planned = planned
+        self._most = max(4, most)
+        # Records on the grid of every n-th, and the newest ones, are kept of those that were seen.
+        self._every = 1
+        self._seen = self._kept = 0
+        self._has_rates = True
+        # Of the recording itself, of the values of records, and of their heads: "own:", "values:" and "heads:NAME".
+        self._columns: dict[str, np.ndarray] = {}
+
+    def append(
+        self,
+        values: Mapping[str, object],
+        heads: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Adds the record of a step, which must come after the last recorded step.
+
+        values: at least "step"; numbers with names in records.STEP_FIELDS; anything that is not a number counts as not
+        measured. heads: name -> [layers heads] for names in records.HEAD_FIELDS, NaN where a layer has fewer heads.
+        Records may have different names; a missing value is NaN.
+
+        Raises: ShapeError if the step does not come after the last recorded step, or if a shape differs from that in
+            the previous record.
+        """
+        heads = {name: np.asarray(x) for name, x in (heads or {}).items()}
+        self._check(values, heads)
+        # The record before the last was kept for rules that compare two; now it stays only if it is on the grid.
+        self._keep(_TAIL - 1)
+        rate, n = number(values.get("lr")), self._kept
+        self._has_rates = self._has_rates and bool(np.isfinite(rate))
+        record: dict[str, object] = {"own:index": self._seen, "own:rate": rate}
+        record["own:step"] = number(values["step"])
+        for name, x in values.items():
+            record[f"values:{name}"] = x if type(x) is float else number(x)
+        record |= {f"heads:{name}": x for name, x in heads.items()}
+        for name in self._columns.keys() - record.keys():
+            self._columns[name][n] = np.nan
+        # Beyond float32 is infinite.
+        with np.errstate(over="ignore"):
+            for name, value in record.items():
+                if name not in self._columns:
+                    self._add_column(name, np.shape(value))  # type: ignore[arg-type]
+                self._columns[name][n] = value
+        self._seen, self._kept = self._seen + 1, n + 1
+        if self._kept > self._most:
+            self._every *= 2
+            self._keep(_TAIL)
+
+    @property
+    def history(self) -> History:
+        """The records so far, as views that are valid until the next append."""
+        columns: dict[str, dict[str, np.ndarray]] = {
+            "own": {},
+            "values": {},
+            "heads": {},
+        }
+        for key, column in self._columns.items():
+            kind, _, name = key.partition(":")
+            columns[kind][name] = column[: self._kept]
+        return History(
+            steps=columns["own"].get("step", np.zeros(0)),
+            rates=columns["own"].get("rate") if self._has_rates else None,
+            values=columns["values"],
+            heads=columns["heads"],
+            layers=self.layers,
+            planned=self.planned,
+        )
+
+    def state(self) -> dict[str, np.ndarray]:
+        """The records and their number, from which `load` continues."""
+        counts = [self._every, self._seen, self._kept, int(self._has_rates)]
+        columns = {key: x[: self._kept] for key, x in self._columns.items()}
+        return {**columns, "counts": np.array(counts)}
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        """Replaces the records with those of another Recording."""
+        self._every, self._seen, self._kept, has_rates = map(int, state["counts"])
+        self._has_rates, self._columns = bool(has_rates), {}
+        for key, records in state.items():
+            # A state of 0.1.0 has others.
+            if key.startswith(("own:", "values:", "heads:")):
+                self._add_column(key, records.shape[1:])
+                self._columns[key][: len(records)] = records
+
+    def __len__(self) -> int:
+        """The number of appended records, whether they were kept or not."""
+        return self._seen
+
+    @property
+    def last(self) -> float:
+        """The step of the last record; -infinity before the first."""
+        return self._columns["own:step"][self._kept - 1] if self._kept else -np.inf
+
+    def _check(
+        self, values: Mapping[str, object], heads: Mapping[str, np.ndarray]
+    ) -> None:
+        if not number(values.get("step")) > self.last:
+            raise ShapeError(
+                f"expected a record of a step after {self.last:g}, got step {values.get('step')}"
+            )
+        for name, of_heads in heads.items():
+            shape = of_heads.shape
+            if len(shape) != 2 or (self.layers and shape[0] != len(self.layers)):
+                raise ShapeError(
+                    f"expected {name!r} as [{len(self.layers) or 'layers'} heads], got shape {shape}"
+                )
+            column = self._columns.get(f"heads:{name}")
+            if column is not None and column.shape[1:] != shape:
+                raise ShapeError(
+                    f"expected {name!r} of shape {column.shape[1:]} as before, got {shape}"
+                )
+
+    def _add_column(self, key: str, shape: tuple[int, ...]) -> None:
+        """Adds a column when its name first appears. Memory of records to come is not touched."""
+        dtype = np.float32 if key.startswith("heads:") else np.float64
+        n_rows = max(self._most, self._kept) + 1
+        self._columns[key] = np.empty((n_rows, *shape), dtype)
+        self._columns[key][: self._kept + 1] = np.nan
+
+    def _keep(self, tail: int) -> None:
+        """Keeps the records on the grid and the last ones; each gets the mean rate since the record before it."""
+        stays = np.arange(self._kept) >= self._kept - tail
+        if self._kept:
+            stays |= self._columns["own:index"][: self._kept] % self._every == 0
+        if stays.all():
+            return
+        steps, rates = self._columns["own:step"], self._columns["own:rate"]
+        # The rows before it stay what they are.
+        begin = max(int(stays.argmin()) - 1, 0)
+        # A dropped record's rate goes into the next one, so that the sum of rates, the clock of forecasts, is exact.
+        elapsed = np.diff(steps[begin : self._kept], prepend=steps[begin])
+        ticks = np.cumsum(rates[begin : self._kept] * elapsed)
+        rows = np.flatnonzero(stays)[begin:]
+        rates[rows[1:]] = np.diff(ticks[rows - begin]) / np.diff(steps[rows])
+        self._kept = begin + len(rows)
+        for column in self._columns.values():
+            column[begin : self._kept] = column[rows]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel import distributed as dist
+from qkeel.audit.output_gates import GateMode
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import ModuleCall, tensors
 from qkeel.capture.intercept import CaptureMode, Search
@@ -28,7 +29,7 @@ from qkeel.monitor.token_classes import PassTokens
 from qkeel.monitor.watched_sites import WatchedSites
 from qkeel.monitor.weight_norms import StepSpectra, WeightNorms
 from qkeel.patching.losses import ReturnedScalar
-from qkeel.patching.modes import Guarded
+from qkeel.patching.modes import Guarded, push_mode, take_off
 from qkeel.patching.roles import Phase
 from qkeel.sites.find import within
 from qkeel.sites.site import AttentionSite
@@ -67,20 +68,19 @@ class StepNumbers(Visitor):
         tokens: PassTokens,
         logit_changes: LogitChanges | None,
         optimizers: Sequence[Optimizer],
+        role_known: Callable[[Phase, bool], None],
         *,
         guard: Guarded,
         extras: frozenset[Extra] = frozenset(),
     ) -> None:
-        """name: the name of the model, "" if there is only one."""
+        """name: the name of the model, "" if there is only one. role_known: called with the role of each pass, and
+        whether it was measured."""
         self.name, self.tap = name, tap
         self.sites, self._tokens = sites, tokens
         self._logit_changes = logit_changes
         self._optimizers, self._guard = optimizers, guard
         self._extras = extras
-        # Called with the role of each pass, and whether it was measured.
-        self.role_known: Callable[[Phase, bool], None] = lambda phase, measured: None
-        # Called when a measured pass has ended.
-        self.pass_ended: Callable[[], None] = lambda: None
+        self._role_known = role_known
         self._numbers, self._is_loss_summed = PassNumbers(), False
         # Of the current step: a scalar that the model returned and that is not the loss.
         self._unused_scalar: Tensor | None = None
@@ -88,6 +88,8 @@ class StepNumbers(Visitor):
         self._sparse = SparseAttention(tokens, self._numbers, compares=compares)
         self.weights_not_finite: tuple[str, ...] = ()
         self._first_look = FirstLook(sites.model)
+        # Of the pass that runs.
+        self._gates: GateMode | None = None
         # None until the first pass, in which the sites become known.
         self._hidden: HiddenStates | None = None
         self._readers: tuple[WeightNorms, GainBounds] | None = None
@@ -119,8 +121,12 @@ class StepNumbers(Visitor):
     def looking(self, candidate: bool) -> Handle | None:
         if self._hidden is None or not candidate:
             return None
-        hidden, gates = self._hidden.attach(), self._first_look.attach()
-        return compose([hidden, gates]) if gates else hidden
+        hidden = self._hidden.attach()
+        if self._first_look.over and "gates" not in self._extras:
+            return hidden
+        self._gates = gates = GateMode(self._first_look.guard)
+        push_mode(gates)
+        return compose([hidden, Handle(lambda: take_off(gates))])
 
     def search(self) -> Search | None:
         return self._look if self.sites.searches else None
@@ -139,6 +145,9 @@ class StepNumbers(Visitor):
     def call(self, name: str, call: Seen, candidate: bool) -> None:
         self.sites.see(name, call)
         if candidate:
+            # First, as all that is computed from the call passes by it.
+            if self._gates is not None:
+                self._gates.captured(name)
             self._first_look.call(name, call)
         if candidate and "gates" in self._extras:
             add_gates(self._numbers, name, self._tokens.on(call))
@@ -155,7 +164,6 @@ class StepNumbers(Visitor):
 
     def after(self, output: object, seen: bool) -> _Collected:
         self._tokens.end()
-        self.pass_ended()
         self.sites.pass_over()
         self.sites.report(seen)
         # Of several scalars nobody knows which one is the loss.
@@ -166,7 +174,13 @@ class StepNumbers(Visitor):
         ]
         if self._hidden is not None:
             self._hidden.end(output)
-        self._first_look.end(self.sites.all)
+        gates = {} if self._gates is None else self._gates.gates
+        self._gates = None
+        self._first_look.end(self.sites.all, gates)
+        if "gates" in self._extras:
+            for site, means in gates.items():
+                number = Number(means, torch.ones_like(means), own=True)
+                self._numbers.add((site, "output_gate"), number)
         numbers = self._numbers.end()
         if len(losses) != 1:
             return numbers, None
@@ -180,7 +194,7 @@ class StepNumbers(Visitor):
             if scalar is not None and not scalar.is_loss:
                 self._unused_scalar = numbers.pop(("", "train_loss")).value
             self._numbers.keep(numbers)
-        self.role_known(phase, measured)
+        self._role_known(phase, measured)
 
     def failed(self) -> None:
         self._numbers.begin()
@@ -200,10 +214,13 @@ class StepNumbers(Visitor):
                 self._spectra = self._compared(self._readers[0].multiplied)
             self._spectra.before()
         if gradient_scale is not None:
-            self._step_values = {
-                key: _unscaled(x, gradient_scale) if "grad" in key[1] else x
-                for key, x in self._step_values.items()
-            }
+            unscaled = dict(self._step_values)
+            for key, x in self._step_values.items():
+                if "grad" in key[1]:
+                    number = x if isinstance(x, Number) else Number(x)
+                    value = number.value / gradient_scale
+                    unscaled[key] = number._replace(value=value)
+            self._step_values = unscaled
 
     def _compared(self, sites: list[AttentionSite]) -> StepSpectra:
         """The object that compares the weights of these sites; warns if those of other sites cannot be compared."""
@@ -217,8 +234,10 @@ class StepNumbers(Visitor):
     def _read_weights(self) -> None:
         if self._hidden is None:
             return
+        model, sites = self.sites.model, self.sites.all
+        if self._readers is not None and self._readers[0].is_outdated(model):
+            self._readers = self._spectra = None
         if self._readers is None:
-            model, sites = self.sites.model, self.sites.all
             unused = [name for site in sites for name in _without_gradient(model, site)]
             if unused:
                 caution(UNUSED.format(", ".join(unused)))
@@ -262,7 +281,8 @@ def _without_gradient(model: nn.Module, site: AttentionSite) -> list[str]:
     """The vectors (sinks, gains, scales) of an attention module that lack a gradient that other weights of it have."""
     module = model if site.name == "" else site.module
     name = site.name.partition("#")[0]
-    small = [module, *(m for m in module.modules() if _has_vectors_only(m))]
+    small = [module]
+    small += [m for m in module.modules() if {p.ndim for p in m.parameters()} == {1}]
     unused = [
         (inner, parameter)
         for inner in (small if name else small[:1])
@@ -275,11 +295,3 @@ def _without_gradient(model: nn.Module, site: AttentionSite) -> list[str]:
         return []
     names = {id(m): path for path, m in model.named_modules()}
     return [f"{names[id(m)]}.{p}".strip(".") for m, p in unused if id(m) in names]
-
-
-def _has_vectors_only(module: nn.Module) -> bool:
-    return {p.ndim for p in module.parameters()} == {1}
-
-
-def _unscaled(x: Tensor | Number, scale: Tensor) -> Tensor | Number:
-    return x._replace(value=x.value / scale) if isinstance(x, Number) else x / scale

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 
 from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen
-from qkeel.capture.example import ForwardArguments, copied, mapped, tensors, undisturbed
+from qkeel.capture.example import (
+    ForwardArguments,
+    LastPass,
+    copied,
+    tensors,
+    undisturbed,
+)
 from qkeel.errors import QkeelError
 from qkeel.handle import Handle
 from qkeel.monitor.finite_stages import (
@@ -53,22 +59,15 @@ class KeptPass:
     def __init__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        self.args, self.kwargs = mapped((tuple(args), dict(kwargs)), _detached)
-        self.output_grads: dict[int, Tensor] = {}
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._device = (
-            device
-            if torch.amp.is_autocast_available(device.type)
-            else torch.device("cpu")
-        )
-        self._autocast = (
-            torch.is_autocast_enabled(self._device.type),
-            torch.get_autocast_dtype(self._device.type),
-        )
+        # The accelerator's stream, where there is one.
+        self._device = device if device.type == "cuda" else None
+        self._last = LastPass(device.type, args, kwargs, model.training)
+        self.args, self.kwargs = self._last.args, self._last.kwargs
+        self.output_grads: dict[int, Tensor] = {}
         self._streams = torch.get_rng_state(), random.getstate(), np.random.get_state()
-        self._device_stream = (
-            torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        )
+        if self._device is not None:
+            self._device_stream = torch.cuda.get_rng_state(self._device)
         self._buffers = [
             (buffer, buffer.detach().clone())
             for module in model.modules()
@@ -79,8 +78,6 @@ class KeptPass:
     @contextmanager
     def restored(self, model: nn.Module) -> Iterator[None]:
         """A context with the random states, running statistics and autocast of the pass; all are put back after it."""
-        enabled, dtype = self._autocast
-        cast = torch.autocast(self._device.type, dtype=dtype, enabled=enabled)
         # Compiled code would not run the hooks that look at each module.
         eager = torch.compiler.set_stance("force_eager")
         with (
@@ -89,12 +86,12 @@ class KeptPass:
             eager,
             torch.inference_mode(False),
             torch.enable_grad(),
-            cast,
+            self._last.setting(model),
         ):
             torch.set_rng_state(self._streams[0])
             random.setstate(self._streams[1])
             np.random.set_state(self._streams[2])
-            if self._device_stream is not None:
+            if self._device is not None:
                 torch.cuda.set_rng_state(self._device_stream, self._device)
             with torch.no_grad():
                 for buffer, value in self._buffers:
@@ -364,18 +361,13 @@ def _overflow(site: Sequence[Seen]) -> str:
         q, k = call.q, call.k
         if q is None or k is None or not (_is_finite(q) and _is_finite(k)):
             continue
-        logits = call.logits if isinstance(call, ScoresCall) else None
-        if logits is not None and bool((logits.isnan() | (logits == torch.inf)).any()):
+        if isinstance(call, ScoresCall) and _is_bad(call.logits):
             largest = float(
                 q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
             )
-            kind = str(logits.dtype).removeprefix("torch.")
+            kind = str(call.logits.dtype).removeprefix("torch.")
             return f"its logits overflow {kind}, with |q| |k| up to {largest:,.3g}"
     return ""
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _all_finite(grads: Sequence[Tensor]) -> bool:
@@ -391,15 +383,12 @@ def _all_finite(grads: Sequence[Tensor]) -> bool:
 
 
 def _is_finite(x: Tensor) -> bool:
-    local = dist.local(x)
-    return not local.is_floating_point() or bool(local.isfinite().all())
+    return bool(dist.local(x).isfinite().all())
 
 
 def _is_bad(x: Tensor) -> bool:
     """Whether a tensor has a NaN or +infinity; -infinity is what masks are made of."""
     local = dist.local(x)
-    if not local.is_floating_point():
-        return False
     return bool((local.isnan() | (local == torch.inf)).any())
 
 

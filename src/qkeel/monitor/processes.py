@@ -28,9 +28,9 @@ from qkeel.distributed.layout import (
 )
 from qkeel.distributed.reduce import Member, SharedTable
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
-from qkeel.monitor.gather import StepRecord, Transfer, flatten, vector_of
 from qkeel.monitor.numbers import Numbers, Stats
-from qkeel.monitor.record import site_facts
+from qkeel.monitor.sample import site_facts
+from qkeel.monitor.step_vector import StepVector, flatten, vector_of
 from qkeel.patching.modes import process_store, running_stage
 from qkeel.records import MONITOR_EXTREMES, MONITOR_FIELDS
 from qkeel.sites.site import AttentionSite
@@ -140,7 +140,7 @@ class ProcessGroup:
         monitor: Mapping[str, float],
         *,
         alone: bool,
-    ) -> Transfer | None:
+    ) -> StepVector | None:
         """Starts the exchange of a step.
 
         Args:
@@ -149,7 +149,7 @@ class ProcessGroup:
             alone: only this process records the step.
 
         Returns:
-            The transfer of the numbers, or None if no process has any.
+            The numbers on their way, or None if no process has any.
 
         Raises:
             InvalidValueError: the measurements of the processes cannot be merged, or another process has stopped.
@@ -158,7 +158,7 @@ class ProcessGroup:
             self._meet(stats, numbers)
         members, group = self.members, self._group
         if alone or members is None or group is None or not self.several:
-            return Transfer.alone(stats, numbers) if stats else None
+            return StepVector.alone(stats, numbers) if stats else None
         vector = None
         if stats:
             table, tensors = flatten(stats, numbers)
@@ -171,26 +171,24 @@ class ProcessGroup:
             vector = vector_of(tensors)
         extremes = [sign * monitor[name] for name in MONITOR_FIELDS for sign in _SIGNS]
 
-        def exchange(vectors: list[Tensor]) -> None:
+        def exchange(
+            vectors: list[Tensor],
+        ) -> tuple[np.ndarray | None, dict[str, float]]:
             try:
                 group.reduce_(vectors[0], "max")
                 group.reduce_(vectors[1], "sum")
             except RuntimeError as error:
                 raise InvalidValueError(_GONE) from error
-
-        def read(vectors: list[np.ndarray]) -> StepRecord | None:
-            merged = members.join(vectors[0], vectors[1], len(extremes))
+            largest, sums = (x.numpy() for x in vectors)
             signs = itertools.cycle(_SIGNS)
             ends = {
                 # No -0.
                 name: sign * value + 0.0
-                for name, value, sign in zip(
-                    MONITOR_EXTREMES, vectors[0].tolist(), signs
-                )
+                for name, value, sign in zip(MONITOR_EXTREMES, largest.tolist(), signs)
             }
-            return None if merged is None else StepRecord(members.table, merged, ends)
+            return members.join(largest, sums, len(extremes)), ends
 
-        return Transfer(members.split(vector, extremes), read, exchange)
+        return StepVector(members.table, members.split(vector, extremes), exchange)
 
     def leave(self) -> None:
         """Leaves the group: the other processes learn it in their next exchange."""

@@ -164,6 +164,31 @@ class Rule(abc.ABC):
             cause=self.cause,
         )
 
+    def alarm_at(
+        self,
+        history: History,
+        name: str,
+        series: np.ndarray,
+        scores: np.ndarray,
+        meaning: str,
+    ) -> Alarm | None:
+        """Returns the alarm for the head with the largest score; None if all scores are NaN.
+
+        Args:
+            history: the records.
+            name: the name of the field that the rule judges.
+            series: the field [n layers heads]; the alarm has its last value, and says how it has grown.
+            scores: [layers heads], NaN where there is no reason for an alarm.
+            meaning: the text, with {value} and {score} of that head.
+        """
+        if np.isnan(scores).all():
+            return None
+        at = peak(name, scores)
+        course = at.of(series)
+        value, score = float(course[-1]), float(at.of(scores[None])[0])
+        text = meaning.format(value=value, score=score)
+        return self.alarm(history, text, value, at=at, trend=trend(history, course))
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ThresholdRule(Rule):
@@ -224,24 +249,34 @@ def shown(threshold: Threshold) -> str:
     return f"{threshold:g}"
 
 
-def last_record(history: History, name: str) -> np.ndarray | None:
-    """Returns [layers heads] of the last record; None if no head was measured."""
+def measured(history: History, name: str) -> np.ndarray:
+    """Returns [n layers heads] of a name, at least one record; NaN, which is over no threshold, if it was not
+    recorded."""
     series = history.series(name)
-    if series is None or not len(series) or np.isnan(series[-1]).all():
-        return None
-    return series[-1]
+    if series is None or not len(series):
+        return np.full((max(len(history), 1), 1, 1), np.nan)
+    return series
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Extreme:
-    """The largest entry of the last record: its place, its value, and its series [n]."""
+    """The largest entry of the last record: its place, its value, and the logits [n layers heads] among which it is."""
 
     at: RecordPlace
     value: float
-    series: np.ndarray
-    #: [n], the largest logit of each record, which is smoother than the series of one head
-    envelope: np.ndarray
+    logits: np.ndarray
+
+    @property
+    def series(self) -> np.ndarray:
+        """[n], the logits of this head."""
+        return self.at.of(self.logits)
+
+    @property
+    def envelope(self) -> np.ndarray:
+        """[n], the largest logit of each record, which is smoother than the series of one head."""
+        rows = self.logits.reshape(len(self.logits), -1)
+        return np.fmax.reduce(rows, axis=1, initial=np.nan)
 
 
 # A History never changes, and most rules need the same entry.
@@ -283,9 +318,7 @@ def largest_logit(
     if np.isnan(logits[-1]).all():
         return None
     at = peak("max_logit", logits[-1])
-    series = at.of(logits)
-    envelope = np.fmax.reduce(logits.reshape(len(logits), -1), axis=1, initial=np.nan)
-    return Extreme(at=at, value=float(series[-1]), series=series, envelope=envelope)
+    return Extreme(at=at, value=float(at.of(logits)[-1]), logits=logits)
 
 
 def peak(name: str, record: np.ndarray) -> RecordPlace:
@@ -301,9 +334,10 @@ def ahead(history: History, values: np.ndarray, threshold: float) -> Forecast | 
     )
 
 
-def first(values: np.ndarray) -> int:
-    """The index of the first record in which `values` [n] were measured, because a name may appear late."""
-    return int(np.argmax(np.isfinite(values)))
+def first(series: np.ndarray) -> int:
+    """The index of the first record in which a series [n …] was measured, because a name may appear late."""
+    tops = np.fmax.reduce(series.reshape(len(series), -1), axis=1, initial=np.nan)
+    return int(np.argmax(np.isfinite(tops)))
 
 
 def trend(
@@ -394,20 +428,22 @@ class Growth(Rule):
     source: str = "experiments/notes/alarms.md: chosen on the tuning seeds there, measured on others"
 
     def check(self, history: History) -> Alarm | None:
-        passing = None
-        for known in (history.upto(len(history) - 1), history):
-            top = largest_logit(known, factor=self.factor)
-            if top is None:
-                return None
-            larger = self.factor * top.value
-            passing = _passes_soon(known, larger, self.floor, self.horizon)
-            if passing is None:
-                return None
-        assert top is not None
-        assert passing is not None
+        top, passing = self._growth(history)
+        if top is None or passing is None:
+            return None
+        if self._growth(history.upto(len(history) - 1))[1] is None:
+            return None
         meaning = f"max logit {top.value:,.4g} will be {self.factor:g} times as large by step {passing.step:,.0f}"
         course = trend(history, top.envelope, _MODEL)
         return self.alarm(history, meaning, top.value, at=top.at, trend=course)
+
+    def _growth(self, history: History) -> tuple[Extreme | None, Forecast | None]:
+        """Returns the largest logit of the last record, and when it will be `factor` times as large, if soon."""
+        top = largest_logit(history, factor=self.factor)
+        if top is None:
+            return None, None
+        larger = self.factor * top.value
+        return top, _passes_soon(history, larger, self.floor, self.horizon)
 
 
 @final
@@ -454,7 +490,7 @@ def outgrowing(
 
     If no schedule is known, or if the run does not follow it, the end is at four times the current sum.
     """
-    start = first(np.fmax.reduce(logits.reshape(len(logits), -1), axis=1))
+    start = first(logits)
     earliest, latest = logits[start], logits[-1]
     planned = history.planned
     if planned is not None and planned.followed(history.steps, history.rates):
@@ -526,10 +562,10 @@ class EntropyCollapse(ThresholdRule):
     source: str = "Zhai et al. 2023, arXiv 2303.06296 (entropy collapse); threshold: experiments/notes/alarms.md, tuning seeds"
 
     def check_over(self, history: History, threshold: float) -> Alarm | None:
-        series, top = history.series("entropy"), history.top("entropy")
-        if series is None or top is None or not len(series):
+        series = measured(history, "entropy")
+        if np.isnan(series[-1]).all():
             return None
-        ends = [first(top), -1]
+        ends = [first(series), -1]
         heads = series[ends].astype(np.float64)
         heads[_one_key(history, ends, heads)] = np.nan
         means = fold_heads("entropy", heads)
@@ -560,13 +596,12 @@ def _one_key(
     exp(z) of a second key does not vanish in float32 if the gap is below 88.
     """
 
-    def of(name: str) -> np.ndarray:
-        series = history.series(name)
-        return np.full_like(entropy, np.nan) if series is None else series[records]
-
-    some = np.isfinite(of("normalized_entropy"))
-    every = np.isfinite(of("mean_logit"))
-    return ~some & (every | ((entropy == 0) & (np.abs(of("max_logit")) < _FEW_NATS)))
+    some, every, top = (
+        measured(history, name)[records]
+        for name in ("normalized_entropy", "mean_logit", "max_logit")
+    )
+    is_zero = (entropy == 0) & (np.abs(top) < _FEW_NATS)
+    return ~np.isfinite(some) & (np.isfinite(every) | is_zero)
 
 
 @final
@@ -608,8 +643,7 @@ class NonFinite(Rule):
 
     def _of_logits(self, history: History) -> Alarm | None:
         """The alarm of records that hold no more than whether logits are finite."""
-        record = last_record(history, NON_FINITE)
-        broken = np.argwhere(record > 0) if record is not None else []
+        broken = np.argwhere(measured(history, NON_FINITE)[-1] > 0)
         if not len(broken):
             return None
         n = len(broken)
@@ -620,11 +654,8 @@ class NonFinite(Rule):
         return self._after_growth(history, alarm)
 
     def _after_growth(self, history: History, alarm: Alarm) -> Alarm:
-        logits = history.series("max_logit")
-        if (
-            logits is not None
-            and (logits[np.isfinite(logits)] > thresholds.CLIPS).any()
-        ):
+        logits = measured(history, "max_logit")
+        if (logits[np.isfinite(logits)] > thresholds.CLIPS).any():
             remedy = f"{HOLD}  # from the last checkpoint before this step"
             return dataclasses.replace(alarm, cause=GROWTH, remedy=remedy)
         return alarm
@@ -658,27 +689,23 @@ class Saturation(Rule):
     cause: str = "a head's softmax is saturated"
 
     def check(self, history: History) -> Alarm | None:
-        entropies = history.series("normalized_entropy")
-        spreads = last_record(history, "logit_spread")
-        if entropies is None or spreads is None or len(entropies) < 2:
-            return None
+        entropies = measured(history, "normalized_entropy")
+        spreads = measured(history, "logit_spread")[-1]
+        is_spread = spreads > self.threshold
         # Reading all records takes time, and few heads ever get there.
-        if not (spreads > self.threshold).any():
+        if not is_spread.any():
             return None
         # Each head is compared with its own first number, since a layer may run late.
         starts = np.isfinite(entropies).argmax(0)
         early = np.take_along_axis(entropies, starts[None], 0)[0]
-        has_fallen = (entropies[-1] * self.fall < early) & (spreads > self.threshold)
-        if not has_fallen.any():
-            return None
-        at = peak("normalized_entropy", np.where(has_fallen, spreads, np.nan))
-        course = at.of(entropies)
-        meaning = (
-            f"the head is saturated: its entropy is {course[-1]:.2g} of that of uniform attention, and its largest "
-            f"logit lies {at.of(spreads[None])[0]:,.3g} over the mean"
-        )
-        return self.alarm(
-            history, meaning, float(course[-1]), at=at, trend=trend(history, course)
+        has_fallen = (entropies[-1] * self.fall < early) & is_spread
+        return self.alarm_at(
+            history,
+            "normalized_entropy",
+            entropies,
+            np.where(has_fallen, spreads, np.nan),
+            "the head is saturated: its entropy is {value:.2g} of that of uniform attention, and its largest logit "
+            "lies {score:,.3g} over the mean",
         )
 
 
@@ -714,20 +741,18 @@ class Over(Rule):
         return f"{self.field} over {self.threshold:g}"
 
     def check(self, history: History) -> Alarm | None:
-        series, layers = history.series(self.field), history.by_layer(self.field)
-        if self.field not in history.heads and layers is not None:
+        series, layers = measured(history, self.field), None
+        if self.field not in history.heads:
+            layers = history.by_layer(self.field)
+        if layers is not None:
             series = layers[..., None]
-        if series is None or not len(series) or np.isnan(series[-1]).all():
-            return None
-        at = peak(self.field, series[-1])
-        course = at.of(series)
-        value = float(course[-1])
-        if not value > self.threshold:
-            return None
-        meaning = f"{self.field} is {value:,.4g}, over {self.threshold:g}"
-        alarm = self.alarm(history, meaning, value, at=at, trend=trend(history, course))
-        if self.field not in history.heads and layers is not None and history.layers:
-            alarm = dataclasses.replace(alarm, layer=history.layers[at.layer])
+        record = series[-1]
+        scores = np.where(record > self.threshold, record, np.nan)
+        meaning = f"{self.field} is {{value:,.4g}}, over {self.threshold:g}"
+        alarm = self.alarm_at(history, self.field, series, scores, meaning)
+        if alarm is not None and layers is not None and history.layers:
+            layer = history.layers[peak(self.field, scores).layer]
+            alarm = dataclasses.replace(alarm, layer=layer)
         return alarm
 
 

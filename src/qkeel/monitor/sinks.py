@@ -26,8 +26,8 @@ from qkeel.errors import (
 from qkeel.frames import Foreign, Frame
 from qkeel.frames.tables import Markup, markup
 from qkeel.monitor.history import History
-from qkeel.monitor.record import Sample, sample_line
 from qkeel.monitor.rules import Alarm, Severity
+from qkeel.monitor.sample import Sample, sample_line
 from qkeel.options import Term, build, parse
 from qkeel.records import (
     HEAD_FIELDS,

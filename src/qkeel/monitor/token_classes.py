@@ -96,14 +96,6 @@ class QueryMaskSource:
         if isinstance(self.given, Tensor):
             self.of((), {})
 
-    @classmethod
-    def on(cls, model: nn.Module, given: MaskSource) -> QueryMaskSource:
-        """Returns the given source, checked against the forward of a model.
-
-        Raises: InvalidValueError if the forward does not take an argument with that name.
-        """
-        return cls(given, positional(model, "query_mask", given))
-
     def of(
         self, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> Tensor | None:
@@ -309,10 +301,22 @@ class PassTokens:
     """The rows that count in the current pass, and their classes."""
 
     def __init__(
-        self, query_mask: QueryMaskSource | None, classes: Classes | None
+        self,
+        model: nn.Module,
+        query_mask: MaskSource | None,
+        classes: ClassSource | Classes | None,
     ) -> None:
-        self._query_mask, self._classes = query_mask, classes
-        self._names: tuple[str, ...] = () if classes is None else classes.names
+        """Takes a model and the sources of its masks and classes.
+
+        Raises: InvalidTypeError or InvalidValueError for an invalid source, or one that names an argument that the
+            forward does not have.
+        """
+        self._query_mask: QueryMaskSource | None = None
+        if query_mask is not None:
+            forward = positional(model, "query_mask", query_mask)
+            self._query_mask = QueryMaskSource(query_mask, forward)
+        self._classes = None if classes is None else Classes.on(model, classes)
+        self._names = () if self._classes is None else self._classes.names
         self._mask: Tensor | None = None
         # Of queries and keys; the same object twice where tokens attend to themselves.
         self._class_of_token: TensorPair | None = None
@@ -381,8 +385,8 @@ class PassTokens:
                 f"no attention is split by class: expected classes of shape [batch tokens] = [{b} {s}], one for each "
                 f"key of an attention call with {t} queries, got {' and '.join(map(str, given))}. With a cache, give a "
                 "function that returns the classes of the whole sequence; where queries attend to other tokens "
-                "(cross-attention), the classes of both: Classes((of_queries, of_keys), names=…), or a function that "
-                "returns such a pair",
+                "(cross-attention), a pair, or a function that returns one: of queries that are all of class 0, "
+                f"qkeel.monitor.Classes((torch.zeros({b}, {t}, dtype=torch.long), classes_of_keys), names=…)",
             )
             return call
         self._misfits["classes"] = None

@@ -31,7 +31,7 @@ from qkeel.monitor.token_classes import (
     Classes,
     ClassSource,
     MaskSource,
-    QueryMaskSource,
+    PassTokens,
 )
 from qkeel.patching.optimizers import listed
 from qkeel.sites.find import named_models, sites_of_each
@@ -89,7 +89,8 @@ def watch(
             These can be added to one of the above or to "all", as in "all+gates":
 
             - `gates`: the mean and spread of each row's logsumexp and, for learned sinks, the sink's logit and the gate
-              σ(logsumexp - sink logit), computed in another pass over the logits of each measured training call.
+              σ(logsumexp - sink logit), computed in another pass over the logits of each measured training call; and
+              the mean gate of each head's output, where that is multiplied by a sigmoid.
             - `updates`: the spectra of what each measured step adds to W_QᵀW_K, and the ratio of the step to the
               weight, computed from a copy of the q and k weights with small QR and singular value decompositions in
               float64.
@@ -201,12 +202,7 @@ def watch(
         rules=None
         if rules is None
         else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
-        query_mask={}
-        if query_mask is None
-        else {n: QueryMaskSource.on(x, query_mask) for n, x in models.items()},
-        classes={}
-        if classes is None
-        else {n: Classes.on(x, classes) for n, x in models.items()},
+        tokens={n: PassTokens(x, query_mask, classes) for n, x in models.items()},
         probe=None if probe_batch is None else arguments(probe_batch, "probe batch"),
         planned=planned,
         sites=sites_of_each(sites, models),

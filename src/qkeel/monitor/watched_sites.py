@@ -35,27 +35,58 @@ from qkeel.sites.site import Sites, share
 
 
 @final
-class _Ignored:
-    """How many changes of a site's visible keys are ignored before the next is examined."""
+class _VisibleKeys:
+    """What the calls of a site have shown of its visible keys, and when a change of them is examined.
 
-    MOST = 32
+    Masks that differ in every call (padding, packed documents) are examined ever more rarely while the type stays what it
+    was: the first few all, then every 2nd, 4th, … 32nd.
+    """
 
     def __init__(self) -> None:
+        # Of the call that was examined last; the longest is always examined.
+        self.sets: VisibleSets | None = None
+        # By number of queries, the digests of calls that showed the type; and that of the latest call.
+        self._judged: dict[int, Tensor | None] = {}
+        self._latest: tuple[int, Tensor | None] | None = None
+        # Changes that did not change the type, and how many more are ignored before the next is examined.
         self._examined = self._left = 0
 
-    def restart(self) -> None:
-        """Called when an examined change showed another type."""
-        self._examined = self._left = 0
+    def has_changed(self, queries: int, digest: Tensor | None) -> bool:
+        """Whether the visible keys of a call are to be examined. On an accelerator the digest of the call before is
+        read, which is there by now, so that nothing waits."""
+        if self.sets is None or queries > self.sets.queries:
+            return True
+        window = self.sets.window
+        # A shorter call may be too short to show a window.
+        if queries < (self.sets.queries if window is None else window + 1):
+            return False
+        before, self._latest = self._latest, (queries, digest)
+        if digest is not None and digest.device.type != "cpu" and before is not None:
+            queries, digest = before
+        if queries not in self._judged:
+            return True
+        judged = self._judged[queries]
+        if digest is None or judged is None:
+            is_same = digest is judged
+        else:
+            is_same = digest.shape == judged.shape and torch.equal(digest, judged)
+        self._left -= not is_same
+        return not is_same and self._left < 0
 
-    def extend(self) -> None:
-        """Called when an examined change showed the type that was known. The first few are all examined."""
-        # By then `MOST` rules, and the power below stays a small number however long the run is.
-        self._examined = min(self._examined + 1, 16)
-        self._left = min(2**self._examined // 16, self.MOST)
+    def examined(self, queries: int, digest: Tensor | None, sets: VisibleSets) -> None:
+        """Takes what the examination of a call has shown."""
+        if self.sets is not None and sets.visible != self.sets.visible:
+            self._judged.clear()
+            self._examined = self._left = 0
+        elif queries in self._judged:
+            self._examined = min(self._examined + 1, 9)
+            self._left = 2**self._examined // 16
+        self.sets, self._judged[queries] = sets, digest
 
-    def is_over(self) -> bool:
-        self._left -= 1
-        return self._left < 0
+    @property
+    def shows_all(self) -> bool:
+        """True unless a call that showed the type hid keys."""
+        return all([digest is None for digest in self._judged.values()])
 
 
 @final
@@ -86,13 +117,9 @@ class WatchedSites:
         self._index: dict[str, int] = {}
         if given is not None:
             self._add(given)
-        # By site, of the call with the most queries so far, and whether `types` lacks some of them.
-        self._sets: dict[str, VisibleSets] = {}
+        # By site, and whether `types` lacks some of them.
+        self._visible: dict[str, _VisibleKeys] = {}
         self._is_stale = False
-        # By site: the digests, by number of queries, of calls that showed its type, and that of the latest call.
-        self._judged: dict[str, dict[int, Tensor | None]] = {}
-        self._latest: dict[str, tuple[int, Tensor | None]] = {}
-        self._ignored: dict[str, _Ignored] = {}
         self._told_heads: set[str] = set()
         # Of the search, told after the pass.
         self._error: QkeelError | None = None
@@ -159,25 +186,15 @@ class WatchedSites:
 
     def see(self, name: str, call: Seen) -> None:
         """Records a call of a site. Its visible sets are examined if its keys are not those of the call that was
-        examined last. A shorter call is left out where it may be too short to show a window."""
+        examined last."""
         self._compare_heads(name, call)
-        earlier, queries = self._sets.get(name), call.query_shape[1]
-        digest = visible_digest(call)
-        known = self._judged.setdefault(name, {})
-        if earlier is not None and queries <= earlier.queries:
-            needed = earlier.queries if earlier.window is None else earlier.window + 1
-            if queries < needed or not self._has_changed(name, queries, digest):
-                return
-        origins: dict[str, KeyOrigin] = {x.name: x.origin for x in self.all}
-        sets = visible_sets(call, origins.get(name, "tokens"))
-        self._sets[name], self._is_stale = sets, True
-        ignored = self._ignored.setdefault(name, _Ignored())
-        if earlier is not None and sets.visible != earlier.visible:
-            known.clear()
-            ignored.restart()
-        elif queries in known:
-            ignored.extend()
-        known[queries] = digest
+        visible = self._visible.setdefault(name, _VisibleKeys())
+        queries, digest = call.query_shape[1], visible_digest(call)
+        if visible.has_changed(queries, digest):
+            origins: dict[str, KeyOrigin] = {x.name: x.origin for x in self.all}
+            sets = visible_sets(call, origins.get(name, "tokens"))
+            visible.examined(queries, digest, sets)
+            self._is_stale = True
 
     def _compare_heads(self, name: str, call: Seen) -> None:
         """Warns once of a call with other heads than those whose weights are known, as some of the tokens may show."""
@@ -199,40 +216,24 @@ class WatchedSites:
             "those of these heads; watch batches of one length with sites=qkeel.find_sites(model, batch)"
         )
 
-    def _has_changed(self, name: str, queries: int, digest: Tensor | None) -> bool:
-        """Whether the visible keys are other ones than those that showed the type. On an accelerator the digest of the
-        call before is read, which is there by now, so that nothing waits; and masks that differ in every call (padding,
-        packed documents) are examined ever more rarely while the type stays what it was."""
-        before, self._latest[name] = self._latest.get(name), (queries, digest)
-        if digest is not None and digest.device.type != "cpu" and before is not None:
-            queries, digest = before
-        known = self._judged[name]
-        if queries not in known:
-            return True
-        judged = known[queries]
-        if digest is None or judged is None:
-            is_same = digest is judged
-        else:
-            is_same = digest.shape == judged.shape and torch.equal(digest, judged)
-        return not is_same and self._ignored[name].is_over()
-
     def shows_all(self, name: str) -> bool:
         """True unless a call that showed the type of the site hid keys."""
-        return all([digest is None for digest in self._judged.get(name, {}).values()])
+        return name not in self._visible or self._visible[name].shows_all
 
     def is_sparse(self, name: str) -> bool:
         """True if the queries of a site see only some of the keys, with hidden keys between them."""
-        sets = self._sets.get(name)
-        return sets is not None and sets.visible == "sparse"
+        sets = name in self._visible and self._visible[name].sets
+        return bool(sets) and sets.visible == "sparse"
 
     def pass_over(self) -> None:
         """Updates the type of sites whose visible sets have changed."""
         if not self._is_stale:
             return
-        self._is_stale, visible = False, told_apart(self._sets)
-        types: dict[str, LayerType] = {}
-        for name, kind in visible.items():
-            types[name] = layer_type(kind, "tokens")
+        self._is_stale = False
+        visible = told_apart({k: x.sets for k, x in self._visible.items() if x.sets})
+        types: dict[str, LayerType] = {
+            name: layer_type(kind, "tokens") for name, kind in visible.items()
+        }
         for i, site in enumerate(self.all):
             if visible.get(site.name, site.visible) != site.visible:
                 self.all[i] = dataclasses.replace(site, visible=visible[site.name])
@@ -268,14 +269,12 @@ class WatchedSites:
                 self._group.unseen, error = error, None
             elif not self._name:
                 raise error
+            elif self._told_silent:
+                error = None
             else:
                 # Another of the models may have some.
-                error = (
-                    None
-                    if self._told_silent
-                    else RefusedError(f"{self._name}: {error}")
-                )
                 self._told_silent = True
+                error = RefusedError(f"{self._name}: {error}")
         if error is not None:
             self.errors += 1
             caution(

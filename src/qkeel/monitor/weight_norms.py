@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -110,7 +111,7 @@ class HeldRows:
         block = local_block(head_slice.parameter, p)
         if block is None:
             return
-        axis = head_slice.axis if p.ndim > 1 else 0
+        axis = row_axis(head_slice, p)
         first, last = block.spans[axis]
         held = (head_slice.index >= first) & (head_slice.index < last)
         has_columns = all(
@@ -137,6 +138,139 @@ class HeldRows:
         return rows[self._at].masked_fill(~self.held[..., None], 0.0)
 
 
+def row_axis(head_slice: HeadSlice, p: Tensor) -> int:
+    """The dimension of a parameter along which the rows of heads lie."""
+    return head_slice.axis if p.ndim > 1 else 0
+
+
+@final
+class _AlikeSites:
+    """Sites whose weights have the same shapes, and are read together as one tensor along their rows; or one site,
+    whose weights may be split across processes.
+
+    Attributes:
+        site: the first site, whose structure all have.
+        names: the names of the sites.
+        has_products: whether the weights are matrices that are multiplied one after the other.
+        complete: of a site that is split, whether the weights of each query head are all here [1 h]; None for all.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[AttentionSite],
+        parameters: Mapping[str, Tensor],
+        counts: Callable[[Tensor], bool],
+        eps: float | None,
+    ) -> None:
+        self.site, self.names = sites[0], tuple([site.name for site in sites])
+        self._sides, self._lasts = chains_of(self.site), _lasts(self.site)
+        # The weights of all sites and their rows, by the slice of the first site.
+        self._weights: dict[HeadSlice, list[Tensor]] = {}
+        self._rows: dict[HeadSlice, HeldRows] = {}
+        for of_sites in zip(*map(_slices, sites), strict=True):
+            first, p = of_sites[0], parameters[of_sites[0].parameter]
+            self._weights[first] = [parameters[x.parameter] for x in of_sites]
+            joint = first
+            if len(sites) > 1:
+                n_rows = p.shape[row_axis(first, p)]
+                indices = [x.index + i * n_rows for i, x in enumerate(of_sites)]
+                joint = dataclasses.replace(first, index=torch.cat(indices))
+            self._rows[first] = HeldRows(joint, p, counts(p))
+        self.is_split = any(x.held is not None for x in self._rows.values())
+        self.has_products = _has_products(self.site, parameters)
+        self.complete: Tensor | None = None
+        p = parameters[self.site.query[0].parameter]
+        if self.is_split and self.has_products:
+            complete = torch.ones(self.site.n_heads, dtype=torch.bool)
+            for head_slice, rows in self._rows.items():
+                complete &= rows.complete[self.site.used(head_slice.n)]
+            self.complete = complete.to(p.device)[None]
+        self._eps: Tensor | None = None
+        if eps is not None:
+            shape, kind = (len(sites), 1), widest(p.device)
+            self._eps = torch.full(shape, eps, dtype=kind, device=p.device)
+
+    def read(self) -> tuple[dict[str, Tensor | Number], dict[HeadSlice, Tensor]]:
+        """Returns the norms of weights and gradients by name, and the rows [sites n r m] of the weights of each slice."""
+        numbers: dict[str, Tensor | Number] = {}
+        rows = {
+            first: self._rows_of(first, [p.detach() for p in weights])
+            for first, weights in self._weights.items()
+        }
+        n_gradients = 0
+        for side, lasts in self._lasts.items():
+            # The norm of a stored weight is not that of the weight computed from it, but its gradient is its own.
+            if not self.site.reparametrised:
+                norm = self._norm(lasts, [rows[x] for x in lasts])
+                numbers[f"{side}_weight_norm"] = norm
+            gradients = [[p.grad for p in self._weights[last]] for last in lasts]
+            if all([x is None for of_sites in gradients for x in of_sites]):
+                continue
+            # Layers that are frozen, or that no gradient has reached in this step, have NaN.
+            of_gradients = [
+                self._rows_of(last, [*map(_or_nan, of_sites, self._weights[last])])
+                for last, of_sites in zip(lasts, gradients)
+            ]
+            rms = self._norm(lasts, of_gradients, is_mean=True)
+            numbers[f"{side}_grad_rms"] = rms
+            n_gradients += 1
+        # Adam's step shrinks by the smaller side, so that eps is of use only with both.
+        if self._eps is not None and n_gradients == 2:
+            numbers["eps"] = self._eps
+        return numbers, rows
+
+    def _rows_of(self, first: HeadSlice, tensors: list[Tensor]) -> Tensor:
+        """The rows [sites n r m] of each head of the weights of all sites, or of their gradients."""
+        if len(tensors) == 1:
+            return self._rows[first].of(tensors[0])[None]
+        joint = torch.cat(tensors, row_axis(first, tensors[0]))
+        return self._rows[first].of(joint).unflatten(0, (len(tensors), -1))
+
+    def _norm(
+        self,
+        lasts: Sequence[HeadSlice],
+        rows: Sequence[Tensor],
+        *,
+        is_mean: bool = False,
+    ) -> Tensor | Number:
+        """The Frobenius norm of the heads' rows [sites n r m] of several tensors, or the root mean square of their
+        entries. Squares of parts add up over the processes."""
+        counted = [
+            x
+            for last, x in zip(lasts, rows)
+            if not self.is_split or self._rows[last].counts
+        ]
+        # Where no part counts, the norm of all parts keeps the shape; `Number` below leaves it out of the sum.
+        norm = frobenius_norm(counted or rows, self.site)
+        if is_mean:
+            weights = [self._weights[last][0] for last in lasts]
+            # A process may hold some of the columns only.
+            sizes = [
+                x.shape[-2] * p.numel() // p.shape[row_axis(last, p)]
+                for last, x, p in zip(lasts, rows, weights)
+            ]
+            norm = norm / sum(sizes) ** 0.5
+        if not self.is_split:
+            return norm
+        return Number(norm.to(widest(norm.device)), len(counted), "root", "weights")
+
+    def grams(self, rows: Mapping[HeadSlice, Tensor]) -> list[Tensor]:
+        """The Gram matrices [sites·heads R R] of the query and the key side, in float32 or wider."""
+
+        def weight(head_slice: HeadSlice) -> Tensor:
+            x = rows[head_slice]
+            return x.to(wide(x.dtype))
+
+        sides = []
+        for chains in self._sides.values():
+            x = matrix(chains, weight)
+            # `@` calls five operators around the same product.
+            gram = torch.bmm(x.flatten(0, 1), x.flatten(0, 1).mT)
+            gram = per_query_head(self.site, gram.unflatten(0, x.shape[:2]), 1)
+            sides.append(gram.flatten(0, 1))
+        return sides
+
+
 @final
 class WeightNorms:
     """Reads the q and k weights of several sites, per query head, without changing them or waiting for the device.
@@ -156,9 +290,8 @@ class WeightNorms:
     add up, and a singular value is read by the process that has all rows of a head.
 
     Attributes:
-        sites: the sites whose weights are known.
-        multiplied: those whose stored weights are entirely on this process and are matrices that are multiplied by one
-            another.
+        multiplied: the sites whose stored weights are entirely on this process and are matrices that are multiplied by
+            one another.
     """
 
     def __init__(
@@ -167,248 +300,100 @@ class WeightNorms:
         sites: Sequence[AttentionSite],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        self._parameters = dict(model.named_parameters())
-        self.sites = [site for site in sites if site.terms]
-        self._rows: dict[HeadSlice, HeldRows] = {}
-        self._split: set[AttentionSite] = set()
-        self._eps: dict[AttentionSite, float] = {}
-        counts, eps = counted(model), _eps_by_weight(optimizers)
-        for site in self.sites:
-            for head_slice in _slices(site):
-                p = self._parameters[head_slice.parameter]
-                self._rows[head_slice] = HeldRows(head_slice, p, counts(p))
-                if self._rows[head_slice].held is not None:
-                    self._split.add(site)
-            weight = self._parameters[site.terms[0].query[-1].parameter]
-            if id(weight) in eps:
-                self._eps[site] = eps[id(weight)]
-        products = {site for site in self.sites if self._has_products(site)}
-        self.multiplied = [x for x in self.sites if x in products - self._split]
-        self._groups = self._grouped(products)
-
-    def _grouped(self, products: Set[AttentionSite]) -> list[_AlikeSites]:
-        """The sites in groups whose weights have the same shapes, of a few million entries at most: a group is read by
-        a few operators, and large weights are not copied."""
+        self._parameters = parameters = dict(model.named_parameters())
+        counts, all_eps = counted(model), _eps_by_weight(optimizers)
+        # By the shapes of their weights, whose sites are read by a few operators for all.
         alike: dict[object, list[AttentionSite]] = {}
-        for site in self.sites:
-            slices, heads = _slices(site), (site.n_heads, site.n_kv_heads)
-            lengths = [len(x) for chains in chains_of(site).values() for x in chains]
-            lasts = [slices.index(x) for x in itertools.chain(*_lasts(site).values())]
-            facts = site in products, self._eps.get(site), site.reparametrised
-            weights = [self._parameters[head_slice.parameter] for head_slice in slices]
+        eps_of: dict[str, float | None] = {}
+        for site in sites:
+            if not site.terms:
+                continue
+            slices, weights = _slices(site), _weights(site, parameters)
+            last = parameters[site.terms[0].query[-1].parameter]
+            eps_of[site.name] = all_eps.get(id(last))
             # A site that is split is read for itself, and so are convolutions and weights that refuse operators.
-            is_odd = [p.ndim > 2 or is_wrapper(p) for p in weights]
-            is_alone = site in self._split or any(is_odd)
-            alone = site.name if is_alone else ""
+            is_alone = any(
+                dist.is_split(p) or p.ndim > 2 or is_wrapper(p) for p in weights
+            )
             shapes = [
-                (x.index.shape, local(p).shape, p.dtype, p.device, x.axis)
+                (x.index.shape, p.shape, p.dtype, p.device, x.axis)
                 for x, p in zip(slices, weights)
             ]
-            form = *shapes, *lengths, *lasts, *heads, site.key_heads, *facts, alone
-            alike.setdefault(form, []).append(site)
-        groups = []
-        for sites in alike.values():
-            weights = [self._parameters[x.parameter] for x in _slices(sites[0])]
-            n = max(1, _TOGETHER // max(1, sum([p.numel() for p in weights])))
-            parts = [sites[i : i + n] for i in range(0, len(sites), n)]
-            for part in parts:
-                is_partial = part[0] in self._split and part[0] in products
-                complete = self._complete_heads(part[0]) if is_partial else None
-                eps, p = self._eps.get(part[0]), weights[0]
-                group = _AlikeSites(part, part[0] in products, complete)
-                if eps is not None:
-                    group.eps = torch.full(
-                        (len(part), 1), eps, dtype=widest(p.device), device=p.device
-                    )
-                for of_first, slices in group.slices.items() if len(part) > 1 else ():
-                    p = self._parameters[of_first.parameter]
-                    n_rows = p.shape[of_first.axis if p.ndim > 1 else 0]
-                    indices = [x.index + i * n_rows for i, x in enumerate(slices)]
-                    group.joint[of_first] = HeadSlice(
-                        parameter=of_first.parameter,
-                        axis=of_first.axis,
-                        index=torch.cat(indices),
-                    )
-                groups.append(group)
-        return groups
+            lengths = [len(x) for chains in chains_of(site).values() for x in chains]
+            lasts = [slices.index(x) for x in itertools.chain(*_lasts(site).values())]
+            heads = site.n_heads, site.n_kv_heads, site.key_heads
+            facts = _has_products(site, parameters), site.reparametrised
+            form = (*shapes, *lengths, *lasts, *heads, *facts, eps_of[site.name])
+            alike.setdefault((*form, site.name if is_alone else ""), []).append(site)
+        self._groups: list[_AlikeSites] = []
+        self.multiplied: list[AttentionSite] = []
+        for members in alike.values():
+            n_entries = sum([p.numel() for p in _weights(members[0], parameters)])
+            # Of a few million entries at most, so that large weights are not copied.
+            n = max(1, _TOGETHER // max(1, n_entries))
+            for i in range(0, len(members), n):
+                eps = eps_of[members[0].name]
+                group = _AlikeSites(members[i : i + n], parameters, counts, eps)
+                self._groups.append(group)
+                if group.has_products and not group.is_split:
+                    self.multiplied += members[i : i + n]
+        self.multiplied.sort(key=sites.index)
+
+    def is_outdated(self, model: nn.Module) -> bool:
+        """Whether parameters of the model have been exchanged, as `load_state_dict(assign=True)` and new layers do."""
+        held = self._parameters
+        return any([held.get(n, p) is not p for n, p in model.named_parameters()])
 
     @without_gradients
     def read(self) -> Numbers:
         """Returns the current numbers of all sites; for weights that are split across processes, this process's
         part."""
         numbers: dict[NumberKey, Tensor | Number] = {}
-        grams: list[tuple[_AlikeSites, Tensor, Tensor]] = []
-        parameters = self._parameters
+        # Heads of one size are decomposed together, because each call is expensive.
+        by_shape: dict[object, list[tuple[_AlikeSites, list[Tensor]]]] = {}
         for group in self._groups:
-            site = group.sites[0]
-            weights = {
-                of_first: [parameters[x.parameter] for x in slices]
-                for of_first, slices in group.slices.items()
-            }
-            rows = {
-                of_first: self._rows_of(group, of_first, [p.detach() for p in of_sites])
-                for of_first, of_sites in weights.items()
-            }
-            n_gradients = 0
-            for side, lasts in group.lasts.items():
-                # The norm of a stored weight is not that of the weight computed from it, but its gradient is its own.
-                if not site.reparametrised:
-                    norm = self._norm(site, lasts, [rows[x] for x in lasts])
-                    numbers[group.names, f"{side}_weight_norm"] = norm
-                gradients = [[p.grad for p in weights[last]] for last in lasts]
-                if all([x is None for of_sites in gradients for x in of_sites]):
-                    continue
-                # Layers that are frozen, or that no gradient has reached in this step, have NaN.
-                of_gradients = [
-                    self._rows_of(group, last, [*map(_or_nan, of_sites, weights[last])])
-                    for last, of_sites in zip(lasts, gradients)
-                ]
-                rms = self._norm(site, lasts, of_gradients, is_mean=True)
-                numbers[group.names, f"{side}_grad_rms"] = rms
-                n_gradients += 1
-            # Adam's step shrinks by the smaller side, so that eps is of use only with both.
-            if group.eps is not None and n_gradients == 2:
-                numbers[group.names, "eps"] = group.eps
+            norms, rows = group.read()
+            numbers |= {(group.names, name): x for name, x in norms.items()}
             if group.has_products:
-                grams.append((group, *self._grams(group, rows)))
-        return numbers | self._products(grams)
-
-    def _rows_of(
-        self, group: _AlikeSites, of_first: HeadSlice, tensors: list[Tensor]
-    ) -> Tensor:
-        """The rows [sites n r m] of each head of the weights of all sites, or of their gradients."""
-        if of_first not in group.joint:
-            return self._rows[of_first].of(tensors[0])[None]
-        joint = torch.cat(tensors, of_first.axis if tensors[0].ndim > 1 else 0)
-        return group.joint[of_first].heads(joint).unflatten(0, (len(tensors), -1))
-
-    def _norm(
-        self,
-        site: AttentionSite,
-        lasts: Sequence[HeadSlice],
-        rows: Sequence[Tensor],
-        *,
-        is_mean: bool = False,
-    ) -> Tensor | Number:
-        """The Frobenius norm of the heads' rows [sites n r m] of several tensors, or the root mean square of their
-        entries. Squares of parts add up over the processes."""
-        is_split = site in self._split
-        counted = [
-            x for last, x in zip(lasts, rows) if not is_split or self._rows[last].counts
-        ]
-        # Where no part counts, the norm of all parts keeps the shape; `Number` below leaves it out of the sum.
-        norm = frobenius_norm(counted or rows, site)
-        if is_mean:
-            weights = [self._parameters[last.parameter] for last in lasts]
-            # A process may hold some of the columns only.
-            sizes = [
-                x.shape[-2] * p.numel() // p.shape[last.axis if p.ndim > 1 else 0]
-                for last, x, p in zip(lasts, rows, weights)
-            ]
-            norm = norm / sum(sizes) ** 0.5
-        if not is_split:
-            return norm
-        return Number(norm.to(widest(norm.device)), len(counted), "root", "weights")
-
-    def _grams(
-        self, group: _AlikeSites, rows: Mapping[HeadSlice, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """The Gram matrices [sites·heads R R] of both sides in float32 or wider."""
-        site, sides = group.sites[0], []
-
-        def weight(head_slice: HeadSlice) -> Tensor:
-            x = rows[head_slice]
-            return x.to(wide(x.dtype))
-
-        for chains in group.sides.values():
-            x = matrix(chains, weight)
-            # `@` calls five operators around the same product.
-            gram = torch.bmm(x.flatten(0, 1), x.flatten(0, 1).mT)
-            gram = per_query_head(site, gram.unflatten(0, x.shape[:2]), 1)
-            sides.append(gram.flatten(0, 1))
-        return sides[0], sides[1]
-
-    def _products(
-        self, grams: Sequence[tuple[_AlikeSites, Tensor, Tensor]]
-    ) -> dict[NumberKey, Tensor | Number]:
-        """The largest singular values; heads of one size are decomposed together, because each call is expensive."""
-        by_shape: dict[object, list[tuple[_AlikeSites, Tensor, Tensor]]] = {}
-        for group, query, key in grams:
-            form = (query.shape[-1], key.shape[-1], query.dtype, query.device)
-            by_shape.setdefault(form, []).append((group, query, key))
-        numbers: dict[NumberKey, Tensor | Number] = {}
+                grams = group.grams(rows)
+                query, key = grams
+                form = (query.shape[-1], key.shape[-1], query.dtype, query.device)
+                by_shape.setdefault(form, []).append((group, grams))
         for of_shape in by_shape.values():
-            norms = interaction_norm(
-                torch.cat([query for _, query, _ in of_shape]),
-                torch.cat([key for *_, key in of_shape]),
-            )
-            n_heads = [len(query) for _, query, _ in of_shape]
-            for (group, *_), values in zip(of_shape, norms.split(n_heads)):
-                spectral: Tensor | Number = values.view(len(group.sites), -1)
+            queries, keys = zip(*[grams for _, grams in of_shape])
+            values = interaction_norm(torch.cat(queries), torch.cat(keys))
+            for (group, _), of_group in zip(
+                of_shape, values.split([*map(len, queries)])
+            ):
+                spectral: Tensor | Number = of_group.view(len(group.names), -1)
                 if group.complete is not None:
-                    spectral = Number(spectral, group.complete[None], of="weights")
+                    spectral = Number(spectral, group.complete, of="weights")
                 numbers[group.names, "qk_spectral_norm"] = spectral
         return numbers
 
-    def _complete_heads(self, site: AttentionSite) -> Tensor:
-        """Whether all weights on both paths of each query head of a split site are on this process [h]."""
-        complete = torch.ones(site.n_heads, dtype=torch.bool)
-        for head_slice in _slices(site):
-            complete &= self._rows[head_slice].complete[site.used(head_slice.n)]
-        device = self._parameters[site.query[0].parameter].device
-        return complete.to(device)
 
-    def _has_products(self, site: AttentionSite) -> bool:
-        """Whether all weights are matrices with a row for each feature, multiplied one after the other."""
-        if site.reparametrised:
+def _has_products(site: AttentionSite, parameters: Mapping[str, Tensor]) -> bool:
+    """Whether all weights are matrices with a row for each feature, multiplied one after the other."""
+    if site.reparametrised:
+        return False
+    for term in site.terms:
+        if term.query[-1].index.shape[1] != term.key[-1].index.shape[1]:
             return False
-        for term in site.terms:
-            if term.query[-1].index.shape[1] != term.key[-1].index.shape[1]:
-                return False
-            for path in (term.query, term.key):
-                weights = [
-                    self._parameters[head_slice.parameter] for head_slice in path
-                ]
-                for head_slice, p in zip(path, weights):
-                    if (
-                        p.ndim > 2
-                        and head_slice.axis == 0
-                        and head_slice.index.shape[1] == 1
-                    ):
-                        # The row is itself a matrix.
-                        return False
-                for (first, second), p in zip(itertools.pairwise(path), weights[1:]):
-                    width = p.numel() // len(second.rows_of(p)) if p.ndim > 1 else 0
-                    if width and width != first.index.shape[1]:
-                        return False
-        return True
+        for path in (term.query, term.key):
+            weights = [parameters[head_slice.parameter] for head_slice in path]
+            for x, p in zip(path, weights):
+                # The row is itself a matrix.
+                if p.ndim > 2 and x.axis == 0 and x.index.shape[1] == 1:
+                    return False
+            for (first, second), p in zip(itertools.pairwise(path), weights[1:]):
+                width = p.numel() // len(second.rows_of(p)) if p.ndim > 1 else 0
+                if width and width != first.index.shape[1]:
+                    return False
+    return True
 
 
-@final
-class _AlikeSites:
-    """Sites whose weights have the same shapes and are read together.
-
-    Attributes:
-        slices: the slices of all sites, by those of the first.
-        sides, lasts: the chains of the first site, and the weights whose rows belong to its heads.
-        complete: of a site that is split, whether the weights of each query head are here [h]; None for all.
-        joint: the heads of all sites in the weights joined along their rows; {} for a single site.
-        eps: the eps [sites 1] of their optimizer, or None.
-    """
-
-    def __init__(
-        self,
-        sites: Sequence[AttentionSite],
-        has_products: bool,
-        complete: Tensor | None,
-    ) -> None:
-        self.sites, self.has_products, self.complete = sites, has_products, complete
-        self.names = tuple([site.name for site in sites])
-        slices = zip(*map(_slices, sites), strict=True)
-        self.slices = {of_sites[0]: of_sites for of_sites in slices}
-        self.sides, self.lasts = chains_of(sites[0]), _lasts(sites[0])
-        self.joint: dict[HeadSlice, HeadSlice] = {}
-        self.eps: Tensor | None = None
+def _weights(site: AttentionSite, parameters: Mapping[str, Tensor]) -> list[Tensor]:
+    return [parameters[head_slice.parameter] for head_slice in _slices(site)]
 
 
 def _or_nan(gradient: Tensor | None, weight: Tensor) -> Tensor:

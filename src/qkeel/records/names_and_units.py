@@ -343,6 +343,12 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "gate_std": HeadField(
         "share", "standard deviation of the gate over query rows", "mean"
     ),
+    "output_gate": HeadField(
+        "1",
+        "mean factor, made by a sigmoid, that the output of the head is multiplied by",
+        "mean",
+        column="out gate",
+    ),
     "index_max_logit": HeadField(
         "1",
         "largest score with which an indexer chooses keys for the layer",

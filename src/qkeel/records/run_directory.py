@@ -259,11 +259,7 @@ class RunDirectory:
         is not marked."""
         self.sync()
         write_json(self.path / "summary.json", summary)
-        try:
-            write_json(self.path / "DONE", self.sizes())
-        except BaseException:  # the file may exist without a durable name
-            disk.remove([self.path / "DONE"])
-            raise
+        write_json(self.path / "DONE", self.sizes())
 
     def sync(self) -> None:
         """Blocks until all appended data is on the disk."""

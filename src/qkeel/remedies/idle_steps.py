@@ -9,7 +9,7 @@ from qkeel.errors import caution
 from qkeel.handle import Handle, compose
 from qkeel.patching.autograd import version_of
 from qkeel.patching.forward import ForwardPasses
-from qkeel.patching.modes import parameters_of, unguarded
+from qkeel.patching.modes import unguarded
 from qkeel.patching.optimizers import in_real_steps
 from qkeel.patching.roles import PassRole
 from qkeel.remedies.base import Remedy, Target, active_on
@@ -29,8 +29,6 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
     modules = [weakref.ref(site.module) for site in target.sites]
     names = list(dict.fromkeys(s.parameter for s in target.logit_slices()))
     weights = [target.parameter(name) for name in names]
-    owner, _, local_name = names[0].rpartition(".")
-    layer = model.get_submodule(owner)
     versions: list[int] = []
     passes, has_warned = 0, False
 
@@ -57,8 +55,8 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
         versions[:] = current
         if not has_warned and is_replaced():
             warn(
-                "its query and key weights are no longer parameters of the model, as after "
-                "load_state_dict(assign=True). Load before qkeel.apply, or remove() the handle and apply "
+                "query or key weights are no longer parameters of the model, as after load_state_dict(assign=True) or "
+                "with a new layer. Change them before qkeel.apply, or remove() the handle and apply "
                 f"{remedy.name} again with an optimizer of the new weights"
             )
         elif not has_warned and passes >= _PASSES:
@@ -69,12 +67,10 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
             )
 
     def is_replaced() -> bool:
-        # One weight is enough to look at, and fully_shard exchanges parameters during passes. Elsewhere in the model is
-        # fine, as under a parametrization that was added later.
-        weight = weights[0]
-        if dist.is_split(weight) or parameters_of(layer).get(local_name) is weight:
-            return False
-        return all(parameter is not weight for parameter in model.parameters())
+        # fully_shard exchanges parameters during passes. Elsewhere in the model is fine, as under a parametrization that
+        # was added later.
+        present = {id(parameter) for parameter in model.parameters()}
+        return any(not dist.is_split(x) and id(x) not in present for x in weights)
 
     def warn(reason: str) -> None:
         nonlocal has_warned

@@ -235,6 +235,9 @@ class _Clip:
         # Maxima from a step that a GradScaler skipped; -inf from other steps.
         self.kept: Tensor | None = None
         self._copies: dict[int, tuple[str, ...]] = {}
+        # Attention of any other module was put in later, or wrapped: it has another name then.
+        self._known = {name for name, _ in target.model.named_modules()}
+        self._earlier_names: dict[str, str] = {}
         self._has_warned = self._has_warned_of_frozen = False
         # Nothing uses what the tap reads once the optimizer is gone. A tap refers to its model, which may refer to the
         # optimizer, so a strong reference here would keep all of them for good.
@@ -279,7 +282,7 @@ class _Clip:
         self.tap.settle()
         # What was not trained is dropped.
         self.tap.take("eval")
-        maxima = {name: x.max_logit for name, x in self.tap.take("train").items()}
+        maxima = self._maxima()
         self._has_maxima |= bool(maxima)
         is_first = optimizer is self._first()
         if (
@@ -302,6 +305,30 @@ class _Clip:
         if not is_usual or any(map(self._is_over, maxima.values())):
             self._set_factors(self.shared.over_all(maxima), infinite)
         self._scale(optimizer)
+
+    def _maxima(self) -> dict[str, Tensor]:
+        """Returns the largest logits since the last step by the names that sites had when the clip was applied."""
+        measured = self.tap.take("train")
+        new = {name.partition("#")[0] for name in measured} - self._known
+        if new:
+            self._known |= new
+            names = {id(m): name for name, m in self.tap.model.named_modules()}
+            self._earlier_names = {
+                names[id(site.module)]: site.name.partition("#")[0]
+                for site in self.sites
+                if id(site.module) in names
+            }
+            if added := sorted(new - self._earlier_names.keys()):
+                caution(
+                    f"qk_clip does not clip {', '.join(added)}, which was put into the model later: remove() the "
+                    "handle and apply qk_clip again"
+                )
+        maxima = {}
+        for name, stats in measured.items():
+            module, mark, number = name.partition("#")
+            earlier = self._earlier_names.get(module, module)
+            maxima[f"{earlier}{mark}{number}"] = stats.max_logit
+        return maxima
 
     @torch.no_grad()
     def before_pass(self, *_: object) -> None:

@@ -41,6 +41,7 @@ class QKLearningRate(StepRemedy):
     line = "a fixed, smaller learning rate for query and key weights"
     source = "the ablation of Anson & Aitchison 2025, arXiv 2511.21377, figure 1"
     rule = "each step: lr(W_Q) = lr(W_K) = {factor} · η, η the optimizer's rate"
+    if_computed = "the scale that it is multiplied by would keep its rate"
 
     def apply(self, target: Target) -> Handle:
         optimizers = target.need_optimizers(self.name)

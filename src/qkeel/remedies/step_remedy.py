@@ -54,7 +54,7 @@ class StepRemedy(Remedy):
                 site.unscaled, "use qk_lr, or softcap, which need no such product"
             )
         # What older hooks compute is tried: see `check_weights_in_use`.
-        if self.if_computed and _is_computed(site):
+        if self.if_computed and _is_computed(site, self.takes_sigma_reparam):
             return Refusal(
                 "the weight on the logit path is computed from another weight, so "
                 f"{self.if_computed}",
@@ -74,8 +74,9 @@ class StepRemedy(Remedy):
         )
 
 
-def _is_computed(site: AttentionSite) -> bool:
-    """True if the logits use a weight that is computed from the stored one.
+def _is_computed(site: AttentionSite, takes_sigma_reparam: bool) -> bool:
+    """True if the logits use a weight that is computed from the stored one, in another way than sigma_reparam's where
+    that is fine.
 
     Parametrizations are recognised by the weight's name. DoRA divides by a norm of its weights through which no
     gradient flows, so it can be recognised only by its learned magnitudes."""
@@ -88,7 +89,7 @@ def _is_computed(site: AttentionSite) -> bool:
     return any(
         mark in parameter
         for parameter in names
-        for mark in ("parametrizations.", *dora)
+        for mark in (*dora, *(() if takes_sigma_reparam else ("parametrizations.",)))
     )
 
 

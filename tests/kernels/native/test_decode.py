@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from tests import forked
 from tests.kernels.harness import DTYPES, laid
 from tests.quick import one_in
 
@@ -230,18 +229,6 @@ def test_large_and_tiny_logits_and_missing_numbers():
         assert attend_latents(call, None, FORMULA)[0].isnan().all()
 
 
-@torch.no_grad()
-def test_one_key_has_all_weight_and_two_have_those_worked_by_hand():
-    op = torch.ops.qkeel_native.decode
-    options = (None, None, 1.0, 0.0, True, 0)
-    q, k, v = torch.ones(1, 1, 1, 8), torch.ones(1, 1, 2, 8), torch.arange(16.0)
-    v = v.view(1, 1, 2, 8)
-    assert torch.equal(op(q, k[:, :, :1], v[:, :, :1], *options), v[:, :, :1])
-    k[:, :, 1] -= torch.log(torch.tensor(3.0)) / 8  # weights 3/4 and 1/4
-    mean = 0.75 * v[:, :, :1] + 0.25 * v[:, :, 1:]
-    torch.testing.assert_close(op(q, k, v, *options), mean)
-
-
 def test_what_is_not_for_it_is_refused_and_left_to_others():
     q, k, v = qkv((4, 2, 1, 16, 16), 9)
     for call in (
@@ -295,19 +282,3 @@ def test_a_module_of_latents_decodes_with_it_what_it_computes_at_once(cap, taken
         outputs.append(module(x[:, start:end], cache=cache))
     torch.testing.assert_close(torch.cat(outputs, 1), module(x), rtol=1e-5, atol=3e-6)
     assert taken == [True] * 4
-
-
-@pytest.mark.slow
-def test_one_graph_of_the_compiler(tmp_path):
-    (tmp_path / "graph.py").write_text("""
-import torch, qkeel
-torch.set_grad_enabled(False)
-q, k, v = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 30, 16), torch.randn(1, 2, 30, 16)
-spec = qkeel.AttentionSpec()
-qkeel.attention(q, k, v, spec=spec, impl="decode")
-attend = lambda q, k, v: qkeel.attention(q, k, v, spec=spec, impl="decode")
-f = torch.compile(attend, fullgraph=True, backend="aot_eager")
-torch.testing.assert_close(f(q, k, v), qkeel.attention(q, k, v, spec=spec))
-""")
-    done = forked.python(["graph.py"], tmp_path, environment={"QKEEL_NATIVE": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]

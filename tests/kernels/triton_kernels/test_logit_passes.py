@@ -8,7 +8,6 @@ from tests.contract.conformance.cases import widened
 from tests.kernels.test_non_finite import BROKEN, broken_call
 from tests.quick import one_in
 
-from qkeel import preset
 from qkeel.functional.statistics import TENSORS
 from qkeel.kernels import gpu as available
 from qkeel.kernels import statistics
@@ -18,6 +17,8 @@ from qkeel.spec import (
     ALiBi,
     AttentionSpec,
     Learned,
+    LogN,
+    RMSNorm,
     Rope,
     Sink,
     SlidingWindow,
@@ -53,6 +54,9 @@ def noted(compute):
     return ask
 
 
+NEAR, FAR = SlidingWindow(window=4), SlidingWindow(window=70)
+
+
 def call_of(spec, t, s, size=1.0, **options):
     b = 2 if "mask" in options else 1
     q, k = size * torch.randn(b, 2, t, 24), torch.randn(b, 1, s, 24)
@@ -77,37 +81,6 @@ def check(call, case):
     assert TAKEN["extremes"] is (call.query_mask is None), case
 
 
-PADDING = {"mask": torch.arange(12) >= torch.tensor([[0], [5]])}
-NOTHING = {"mask": torch.zeros(2, 40, dtype=torch.bool), "causal": False}
-NEAR = AttentionSpec(position=SlidingWindow(window=9))
-CASES = {
-    "causal, more than a tile": (AttentionSpec(), 70, 70, {}),
-    "one query": (AttentionSpec(), 1, 65, {}),
-    "full": (AttentionSpec(position=Rope()), 7, 130, {"causal": False}),
-    "log n scale": (preset("cosa_logn"), 20, 20, {}),
-    "norm": (preset("qwen3"), 20, 20, {}),
-    "more queries than keys": (AttentionSpec(), 9, 5, {}),
-    "padding": (AttentionSpec(), 12, 12, PADDING),
-    "nothing to see": (AttentionSpec(), 3, 40, NOTHING),
-    "softcap": (AttentionSpec(cap=Softcap(5.0)), 33, 33, {}),
-    "window": (NEAR, 40, 80, {}),
-    "window both ways": (NEAR, 20, 80, {"causal": False}),
-    "large logits": (AttentionSpec(), 33, 33, {"size": 3000.0}),
-    "a negative scale": (AttentionSpec(), 20, 90, {"size": -3.0}),
-}
-
-
-@pytest.mark.parametrize("name", one_in(CASES, 4))
-def test_both_passes_give_the_numbers_of_float64(name):
-    spec, t, s, options = CASES[name]
-    call = call_of(spec, t, s, **options)
-    check(call, name)
-    some = torch.rand(len(call.q), t) < 0.6
-    check(with_query_mask(call, some), f"{name}, queries left out")
-    if t < 30:
-        check(with_query_mask(call, torch.zeros_like(some)), "no query")
-
-
 def test_more_rows_than_32_bits_find_are_left_to_torch(
     monkeypatch,
 ):
@@ -119,9 +92,9 @@ def test_more_rows_than_32_bits_find_are_left_to_torch(
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(3), pytest.param(range(3, 60), marks=pytest.mark.slow)], ids=str
+    "seeds", [range(5), pytest.param(range(5, 80), marks=pytest.mark.slow)], ids=str
 )
-def test_drawn_calls(seeds):
+def test_drawn_calls_have_the_numbers_of_float64(seeds):
     for seed in seeds:
         rng = random.Random(seed)
         torch.manual_seed(seed)
@@ -130,28 +103,28 @@ def test_drawn_calls(seeds):
         causal = rng.random() < 0.6
         t = s if causal and rng.random() < 0.5 else rng.choice([1, 3, 64, 67])
         slots = {
+            "norm": RMSNorm(gain="dim"),
             "cap": Softcap(rng.choice([1.0, 30.0])),
-            "position": SlidingWindow(window=rng.choice([1, 4, 70])),
-            "scale": Learned(init=3.0, per="head", log=True),
+            "position": rng.choice([Rope(), SlidingWindow(window=1), NEAR, FAR]),
+            "scale": rng.choice([Learned(init=3.0, log=True), LogN(train_length=9)]),
         }
         slots = {name: slot for name, slot in slots.items() if rng.random() < 0.35}
         spec, h = AttentionSpec(**slots), g * share  # type: ignore[arg-type]
-        shapes = [(b, 1, 1, s), (1, 1, 1, s), None]
-        shape = None if "position" in slots else rng.choice(shapes)
-        mask = None if shape is None else torch.rand(shape) < 0.7
+        shape = rng.choice([(b, 1, 1, s), (1, 1, 1, s), None])
+        if spec.position in (NEAR, FAR) or shape is None:
+            mask = None
+        else:  # now and then nothing is visible
+            mask = torch.rand(shape) < rng.choice([0.7, 0.7, 0.0])
         q, k = torch.randn(b, h, t, d), torch.randn(b, g, s, d)
-        q, params = rng.choice([0.1, 1.0, 40.0]) * q, spec.init_params(h, g, d)
-        call = make_call(spec, q, k, k, params=params, mask=mask, causal=causal)
+        q = rng.choice([-3.0, 0.1, 1.0, 40.0, 3000.0]) * q
         if rng.random() < 0.3:
-            call = with_query_mask(call, torch.rand(b, t) < 0.6)
+            q, k = q.clamp(-6e4, 6e4).half(), k.half()
+        params = spec.init_params(h, g, d)
+        call = make_call(spec, q, k, k, params=params, mask=mask, causal=causal)
         check(call, f"seed {seed}")
-
-
-@pytest.mark.parametrize("position", [None, Rope()])
-def test_half_precision_is_read_as_it_is(position):
-    spec = AttentionSpec() if position is None else AttentionSpec(position=position)
-    q, k = torch.randn(1, 4, 20, 24).half(), torch.randn(1, 2, 70, 24).half()
-    check(make_call(spec, q, k, k, causal=False), "float16")
+        if rng.random() < 0.5:
+            counted = torch.rand(b, t) < rng.choice([0.6, 0.0])
+            check(with_query_mask(call, counted), f"seed {seed}, queries left out")
 
 
 @pytest.mark.parametrize("kind", one_in(BROKEN, 2))

@@ -26,6 +26,7 @@ from qkeel.errors import (
     InvalidTypeError,
     RefusedError,
     RunDirectoryError,
+    caution,
     check_known,
     reported,
 )
@@ -35,6 +36,7 @@ from qkeel.records.file_formats import write_json
 from qkeel.remedies.apply import active_remedies
 from qkeel.remedies.head_norms import HeadNorm
 from qkeel.safetensors_io import DTYPES, INDEX, PICKLES, TensorReader, open_checkpoint
+from qkeel.spec import RMSNorm
 
 # Target architectures in transformers: the tensors to rename or add, and the config.
 
@@ -346,6 +348,11 @@ class Conversion:
 
 # Largest file size in bytes.
 SHARD = 5_000_000_000
+_ASSUMED = (
+    "the checkpoint does not say which norms q and k have: they are taken as RMS norms with eps {:g}, rms_norm_eps of "
+    "config.json, as qkeel.retrofit inserts them. qkeel.apply(model, 'qk_norm') inserts them with eps {:g}: then give "
+    "norm_eps (--norm-eps), or qkeel.export the model itself, whose norms are read"
+)
 _WEIGHTS = (".safetensors", ".index.json", ".py", ".gguf", ".h5", ".msgpack", *PICKLES)
 
 
@@ -367,7 +374,7 @@ def convert(
         checkpoint: a folder with config.json and safetensors files.
         architecture: "qwen3", "olmo2" or "gemma3".
         path: the folder to write.
-        norm_eps: the eps of the q/k norms, if it differs from the config's rms_norm_eps.
+        norm_eps: the eps of the q/k norms. By default the config's rms_norm_eps is taken, with a warning.
 
     Returns:
         The path of the written folder.
@@ -400,6 +407,9 @@ def convert(
             )
         loaders[tensor.name] = functools.partial(reader.read, tensor)
     conversion = Conversion(architecture, opened.config, {*loaders}, norm_eps)
+    if norm_eps is None:
+        # A checkpoint holds the gains of its norms, and nothing else of them.
+        caution(_ASSUMED.format(conversion.eps, RMSNorm().eps))
     with _new_folder(Path(path)) as folder:
         for file in source.iterdir():
             is_weight = file.name.endswith(_WEIGHTS) or file.name.startswith(".")

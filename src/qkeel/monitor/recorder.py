@@ -1,4 +1,4 @@
-"""The journal of a run: the numbers of its steps as they arrive, in order, and what alarms and sinks get of them."""
+"""The records of a run: takes the numbers of its steps as they arrive, in order, for history, rules and sinks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from qkeel import distributed as dist
 from qkeel.capture.calls import SiteStatistics
 from qkeel.distributed.reduce import StepTable
 from qkeel.errors import AlarmWarning, caution
-from qkeel.handle import State
+from qkeel.handle import State, under
 from qkeel.monitor.alarms import AlarmLog
 from qkeel.monitor.forecast import PlannedRates
-from qkeel.monitor.gather import StepRecord, Transfer
-from qkeel.monitor.history import History, LogitLimit
+from qkeel.monitor.history import History, LogitLimit, Recording
 from qkeel.monitor.numbers import Stats
 from qkeel.monitor.processes import ProcessGroup
-from qkeel.monitor.record import Sample
-from qkeel.monitor.record_arrays import RecordArrays, class_fields
-from qkeel.monitor.recording import Recording
 from qkeel.monitor.rules import Alarm, Rule, Severity
+from qkeel.monitor.sample import Sample
 from qkeel.monitor.sinks import Sink
+from qkeel.monitor.step_vector import RecordArrays, StepVector, class_fields
 from qkeel.patching.roles import Phase
 from qkeel.records import HEAD_FIELDS, LINEAR, OVER, TYPES_EVENT, layer_types
 
@@ -47,16 +45,20 @@ class PendingStep(NamedTuple):
 
     Args:
         step, phase: the step, and the role of its passes.
-        transfer: the numbers on their way.
-        monitor: the statistics on this process's monitor.
+        vector: the numbers on their way.
+        counts: what this process's monitor counts of its own work, keyed by records.MONITOR_FIELDS.
         unread: the part of the step's statistics that was not read before its end, or None for everything.
+        types: the types of this process's layers, which may change when longer sequences are seen.
+        limits: the active clips and caps.
     """
 
     step: int
     phase: Phase
-    transfer: Transfer
-    monitor: Mapping[str, float]
+    vector: StepVector
+    counts: Mapping[str, float]
     unread: Stats | None
+    types: Mapping[str, str]
+    limits: Mapping[str, LogitLimit]
 
 
 @final
@@ -73,18 +75,15 @@ class Recorder:
         self,
         group: ProcessGroup,
         sinks: Sequence[Sink],
-        rules: Callable[[], Sequence[Rule]],
         planned: PlannedRates | None,
+        rules: Callable[[], Sequence[Rule]],
         about: Callable[[], Mapping[str, object]],
-        types: Callable[[], Mapping[str, str]],
-        limits: Callable[[], Mapping[str, LogitLimit]],
     ) -> None:
-        """types: returns the types of this process's layers, which may change when longer sequences are seen. limits:
-        returns the active clips and caps."""
-        self._group, self._rules, self._limits = group, rules, limits
+        self._group, self._rules, self._about = group, rules, about
         self._not_written = bool(sinks) and dist.rank() > 0
         self.sinks = list(sinks) if dist.rank() == 0 else []
         self.log = AlarmLog(())
+        self._is_open = False
         self.sample: Sample | None = None
         self.latest: dict[Phase, Sample] = {}
         # The last two training samples.
@@ -94,10 +93,9 @@ class Recorder:
             "train": Recording(planned=planned),
             "eval": Recording(),
         }
-        self._about: Callable[[], Mapping[str, object]] | None = about
         self.sites: tuple[str, ...] = ()
-        # Types of this process's layers, and of all layers according to the description of the run.
-        self._types, self._local = types, dict[str, str]()
+        # Of this process's layers, and of all layers according to the description of the run.
+        self._types: dict[str, str] = {}
         self._described: Mapping[str, str] = {}
         # Number of heads of the layer with the most heads, once the sites are known.
         self._width = 0
@@ -107,13 +105,11 @@ class Recorder:
         self._is_split_told = False
         # Sinks that failed.
         self.dropped = 0
-        # Whether training ended as planned.
-        self.complete = False
         # Loaded from a checkpoint, until the first numbers arrive.
         self._carried: State = {}
         self._pending: list[PendingStep] = []
-        # Records whose statistics nobody has read, and statistics of steps that were read in part.
-        self._unread: dict[Phase, list[StepRecord]] = {"train": [], "eval": []}
+        # Steps whose statistics nobody has read, and statistics of steps that were read in part.
+        self._unread: dict[Phase, list[StepVector]] = {"train": [], "eval": []}
         self._rests: dict[Phase, list[Stats]] = {"train": [], "eval": []}
 
     def expect(self, pending: PendingStep) -> None:
@@ -127,28 +123,21 @@ class Recorder:
         """
         # In the order of the steps, because rules compare a record with those before it.
         while self._pending and (
-            wait or self._pending[0].step < before or self._pending[0].transfer.arrived
+            wait or self._pending[0].step < before or self._pending[0].vector.arrived
         ):
-            step, phase, transfer, monitor, unread = self._pending.pop(0)
-            record = transfer.result()
-            if record is None:
-                continue
-            if unread is None:
-                self._unread[phase].append(record)
-            elif unread:
-                self._rests[phase].append(unread)
-            if len(self._unread[phase]) > _UNREAD:
-                self._merge_unread(phase)
-            self.add(step, phase, record, {**monitor, **record.monitor})
+            pending = self._pending.pop(0)
+            if pending.vector.wait():
+                self._keep_unread(pending)
+                self._record(pending)
 
-    def _merge_unread(self, phase: Phase) -> None:
-        vectors: dict[StepTable, list[np.ndarray]] = {}
-        for record in self._unread[phase]:
-            vectors.setdefault(record.table, []).append(record.vector)
-        self._unread[phase] = [
-            StepRecord(table, table.merge(of_table))
-            for table, of_table in vectors.items()
-        ]
+    def _keep_unread(self, pending: PendingStep) -> None:
+        phase, unread = pending.phase, self._unread[pending.phase]
+        if pending.unread is None:
+            unread.append(pending.vector)
+        elif pending.unread:
+            self._rests[phase].append(pending.unread)
+        if len(unread) > _UNREAD:
+            self._unread[phase] = _merged(unread)
 
     def has(self, phase: Phase) -> bool:
         """Returns whether there are statistics of recorded steps that nobody has read."""
@@ -156,28 +145,27 @@ class Recorder:
 
     def take(self, phase: Phase) -> Stats:
         """Returns the statistics of recorded steps that nobody has read, and forgets them."""
-        self._merge_unread(phase)
-        records, self._unread[phase] = self._unread[phase], []
+        vectors, self._unread[phase] = _merged(self._unread[phase]), []
         rests, self._rests[phase] = self._rests[phase], []
-        return SiteStatistics([*rests, *[record.stats() for record in records]])
+        return SiteStatistics([*rests, *[vector.stats() for vector in vectors]])
 
-    def add(
-        self, step: int, phase: Phase, record: StepRecord, monitor: Mapping[str, float]
-    ) -> None:
-        """Adds the numbers of one step, and those of the monitor on itself."""
-        self._begin(step, record)
-        arrays = self._arrays[record.table]
-        if self._about is not None:
-            self._open(self._about(), arrays.classes)
-        self._tell_types(step)
-        heads, values = arrays.read(record.vector)
+    def _record(self, pending: PendingStep) -> None:
+        """Adds the numbers of one step to the history, and passes them to rules and sinks."""
+        step, phase, vector = pending.step, pending.phase, pending.vector
+        if vector.table not in self._arrays:
+            self._add_table(step, vector.table)
+        arrays = self._arrays[vector.table]
+        if not self._is_open:
+            self._open(arrays.classes, pending.types)
+        self._tell_types(step, pending.types)
+        heads, values = arrays.read(vector.vector)
         sample = self.sample = self.latest[phase] = Sample(
             step=step,
             values={"step": float(step), **values},
             layers=self.sites,
             heads=heads,
             phase=phase,
-            monitor=monitor,
+            monitor={**pending.counts, **vector.ends},
             types=self.types,
         )
         self._each(lambda sink: sink.write(sample))
@@ -191,7 +179,7 @@ class Recorder:
         if phase == "train":
             self._trained = [*self._trained[-1:], sample]
             history = dataclasses.replace(
-                recording.history, types=sample.types, limits=self._limits()
+                recording.history, types=sample.types, limits=pending.limits
             )
             for alarm in self.log.update(history):
                 self._tell_alarm(alarm)
@@ -200,11 +188,9 @@ class Recorder:
                 event = {"step": step, "event": OVER, "rule": notice.rule}
                 self.event({**event, "text": text})
 
-    def _begin(self, step: int, record: StepRecord) -> None:
+    def _add_table(self, step: int, table: StepTable) -> None:
         """Takes the layers from the first record, and warns once of each site that comes later and is not recorded."""
-        if record.table in self._arrays:
-            return
-        tops = [column for column in record.table.form if column.name == "max_logit"]
+        tops = [column for column in table.form if column.name == "max_logit"]
         sites = tuple([site for column in tops for site in column.sites])
         if not self.sites:
             self.sites = sites
@@ -212,27 +198,25 @@ class Recorder:
             planned = self._recordings["train"].planned
             self._recordings["train"] = Recording(sites, planned=planned)
             self._recordings["eval"] = Recording(sites)
-        self._arrays[record.table] = RecordArrays(record.table, self.sites, self._width)
+        self._arrays[table] = RecordArrays(table, self.sites, self._width)
         late = [x for x in sites if x not in self.sites and x not in self._late]
         self._late.update(late)
         if late and self._group.leads:
             caution(_LATE.format(", ".join(late), step))
 
-    def _open(self, description: Mapping[str, object], classes: Sequence[str]) -> None:
+    def _open(self, classes: Sequence[str], types: Mapping[str, str]) -> None:
         """Opens the sinks, and begins with the rules and what a checkpoint held."""
-        about, self._about = dict(description), None
+        about = dict(self._about())
         if classes:
             about["classes"] = list(classes)
             about["fields"] = [*HEAD_FIELDS, *class_fields(classes)]
-        self.log = AlarmLog(self._rules())
+        self.log, self._is_open = AlarmLog(self._rules()), True
         state, self._carried = self._carried, {}
         if state:
-            records = {
-                name.removeprefix("records/"): np.asarray(x)
-                for name, x in state.items()
-                if name != "alarms"
-            }
-            self._recordings["train"].load(records)
+            records = under("records/", state)
+            self._recordings["train"].load(
+                {name: np.asarray(x) for name, x in records.items()}
+            )
             rows = json.loads(bytes(state["alarms"].cpu().numpy()))
             self.log.alarms = [
                 Alarm(**row | {"severity": Severity(row["severity"])}) for row in rows
@@ -242,7 +226,7 @@ class Recorder:
                 "the records of this process's model are not written: only process 0 of a run writes files"
             )
         self._each(lambda sink: sink.open(about))
-        self._local, self._described = dict(self._types()), layer_types(about)
+        self._types, self._described = dict(types), layer_types(about)
 
     def add_alarm(self, alarm: Alarm) -> None:
         """Raises an alarm that no rule has raised."""
@@ -257,36 +241,36 @@ class Recorder:
             caution(text, AlarmWarning)
         self._each(lambda sink: sink.alarm(alarm))
 
-    def _tell_types(self, step: int) -> None:
+    def _tell_types(self, step: int, types: Mapping[str, str]) -> None:
         """Reports to the sinks which layers have a type that differs from their description."""
-        types, changed = self._types(), {}
-        for site, kind in types.items():
-            if self._local.get(site, kind) != kind:
-                changed[site] = kind
-        self._local |= types
+        changed = {
+            site: kind
+            for site, kind in types.items()
+            if self._types.get(site, kind) != kind
+        }
+        self._types |= types
         if changed:
             words = ", ".join(f"{site} is {kind}" for site, kind in changed.items())
-            text = f"a longer batch shows: {words}"
-            event = {"step": step, "event": TYPES_EVENT, "types": changed, "text": text}
-            self.event(event)
+            event = {"step": step, "event": TYPES_EVENT, "types": changed}
+            self.event({**event, "text": f"a longer batch shows: {words}"})
 
     def _tell_split_heads(self, sample: Sample) -> None:
         """Warns once about sites whose heads are split across processes, for which a number is not measured."""
         names = ("query_weight_norm", "qk_spectral_norm")
         norms, products = [sample.heads.get(name) for name in names]
-        if norms is None or products is None or not self._group.several:
+        if self._is_split_told or norms is None or products is None:
             return
         # Norms of rows add up over processes; a singular value does not.
         is_split = np.any(np.isnan(products) & np.isfinite(norms), axis=1).tolist()
         split = [site for site, missing in zip(sample.layers, is_split) if missing]
-        if split and not self._is_split_told:
+        if split and self._group.several:
             self._is_split_told = True
             caution(_SPLIT.format(", ".join(split)))
 
     @property
     def types(self) -> dict[str, str]:
         """The type of each recorded layer, where it is known, and of the layers without logits."""
-        types, sites = {**self._described, **self._local}, {*self.sites}
+        types, sites = {**self._described, **self._types}, {*self.sites}
         return {
             name: kind
             for name, kind in types.items()
@@ -329,10 +313,10 @@ class Recorder:
         """Passes another event to the sinks, after the first sample."""
         self._each(lambda sink: sink.event(event))
 
-    def close(self, sound: bool) -> None:
-        """Ends the records; the run counts as complete if training was completed and watching was `sound`."""
-        if self._about is None:
-            self._each(lambda sink: sink.close(self.complete and sound))
+    def close(self, complete: bool) -> None:
+        """Ends the records; `complete` says whether training ended as planned and was watched to its end."""
+        if self._is_open:
+            self._each(lambda sink: sink.close(complete))
         self.sinks.clear()
 
     def _each(self, act: Callable[[Sink], None]) -> None:
@@ -347,3 +331,14 @@ class Recorder:
                     f"{type(sink).__name__} failed and is switched off: {type(error).__name__}: {str(error).rstrip('.')}. "
                     "Statistics and training continue"
                 )
+
+
+def _merged(vectors: Sequence[StepVector]) -> list[StepVector]:
+    """Returns the vectors with those of one table merged."""
+    by_table: dict[StepTable, list[np.ndarray]] = {}
+    for vector in vectors:
+        by_table.setdefault(vector.table, []).append(vector.vector)
+    return [
+        StepVector(table, [torch.from_numpy(table.merge(of_table))])
+        for table, of_table in by_table.items()
+    ]
