@@ -409,7 +409,7 @@ def test_a_window_of_the_config_is_compared(config, window, differs):
 
 
 def test_without_a_config_nothing_is_said_to_agree():
-    found = qkeel.explain(nn.Sequential(Windowed(4)), torch.randn(1, 12, 32))
+    found = qkeel.explain(hand_written(norm_then_rope), torch.randn(1, 12, 32))
     assert found.compared == ()
     assert "no setting of a config was compared" in found.table()
 
