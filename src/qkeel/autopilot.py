@@ -164,21 +164,12 @@ class Decision:
 
     @classmethod
     def of(cls, row: Row) -> Self:
-        """The decision of which `row` is the line.
-
-        Raises:
-            InvalidValueError: the row is none that `row()` returned.
-        """
-        try:
-            fields = {field.name: row[field.name] for field in dataclasses.fields(cls)}
-            fields |= {"action": Action(row["action"]), "heads": tuple(row["heads"])}
-            if row["forecast"] is not None:
-                fields["forecast"] = Forecast(**row["forecast"])
-            return cls(**fields)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidValueError(
-                f"expected a decision as an autopilot records it, got {dict(row)!r}"
-            ) from error
+        """The decision of which `row` is the line."""
+        fields = {field.name: row[field.name] for field in dataclasses.fields(cls)}
+        fields |= {"action": Action(row["action"]), "heads": tuple(row["heads"])}
+        if row["forecast"] is not None:
+            fields["forecast"] = Forecast(**row["forecast"])
+        return cls(**fields)
 
 
 # The active actions by (action, site): the remedy and its heads (empty for all heads).
@@ -736,13 +727,13 @@ class Autopilot(Handle):
         facts = []
         for name in sample.layers:
             site = sites.get(name)
-            n, unknown = sample.heads["max_logit"].shape[1], ""
             if site is None:
+                n = sample.heads["max_logit"].shape[1]
                 unknown = "this process did not find it"
             else:
                 n = site.n_heads
-                if not site.verified:
-                    unknown = site.unverified or site.why or "its weights are not known"
+                why = site.unverified or site.why or "its weights are not known"
+                unknown = "" if site.verified else why
             facts.append(SiteFacts(name=name, n_heads=n, unknown=unknown))
         missed = [str(call) for call in self.monitor.missed]
         # All processes must agree on the sites, or their policies would decide differently.
@@ -760,8 +751,6 @@ class Autopilot(Handle):
             if dist.rank() == 0:
                 caution(text)
         refusals = [dataclasses.asdict(refusal) for refusal in self.refused]
-        for row in refusals:
-            del row["step"]
         about = {"policy": self.spec, "refusals": refusals, "text": text}
         self._note({"event": "autopilot", **about, "step": sample.step})
 
@@ -790,11 +779,12 @@ class Autopilot(Handle):
             self._note(decision.row())
             if self.warns and dist.rank() == 0:
                 caution(str(decision), AlarmWarning)
-        active = active_actions(self.decisions, self.refused)
-        closer, _ = active.get((Action.WATCH, None), ("", ()))
-        every = parse(closer)[0].options["every"] if closer else None
-        # From here on the monitor measures more often, without a decision of its own.
-        self.monitor.closer = None if every is None else int(every)
+        self._measure_closer()
+
+    def _measure_closer(self) -> None:
+        """Lets the monitor measure more often from here on, while that is an active action."""
+        is_closer = (Action.WATCH, None) in active_actions(self.decisions, self.refused)
+        self.monitor.closer = self.ladder.every if is_closer else None
 
     def _note(self, row: Row) -> None:
         self.events.append(row)
@@ -823,8 +813,6 @@ class Autopilot(Handle):
                 "sites": [dataclasses.asdict(site) for site in self.sites],
                 "decisions": [decision.row() for decision in self.decisions],
                 "refused": [dataclasses.asdict(refusal) for refusal in self.refused],
-                "closer": self.monitor.closer,
-                "optimizers": len(self.optimizers),
                 "events": self.events,
             }
         text = json.dumps(facts, default=list).encode()
@@ -846,12 +834,9 @@ class Autopilot(Handle):
             raise InvalidValueError(
                 f"expected the result of an autopilot's state_dict(), got {list(state)[:5]}"
             ) from error
-        # Before the first record, optimizers may still be added, so a state of that time names no number.
-        n_optimizers = facts.get("optimizers", len(self.optimizers))
-        if spec != self.spec or n_optimizers != len(self.optimizers):
+        if spec != self.spec:
             raise InvalidValueError(
-                f"expected the state of the policy {self.spec} with {len(self.optimizers)} optimizers, "
-                f"got one of {spec} with {n_optimizers}"
+                f"expected the state of the policy {self.spec}, got one of {spec}"
             )
         if begun:
             self._resume(facts, state)
@@ -877,7 +862,8 @@ class Autopilot(Handle):
             about["layers"] = tuple(about["layers"])
             self._carried = Sample(**about, heads=coming)
         self.recording.load(history)
-        self.events, self.monitor.closer = list(facts["events"]), facts["closer"]
+        self.events = list(facts["events"])
+        self._measure_closer()
         # A resume that fails must not leave half of the remedies on the model.
         try:
             for action, _, reason in self.remedies.set(active):

@@ -62,8 +62,11 @@ def test_factors_on_steps_outlast_a_change_of_heads():
 
 
 def test_a_healthy_run_is_never_touched():
-    without, within = plain(1e-3).train(), run(rate=1e-3).train()
+    without, within = plain(1e-3).train(), run(rate=1e-3, every=4).train()
     assert not acted(within)
+    # Every second step during the first four records, then every fourth.
+    steps = within.pilot.recording.history.steps.tolist()
+    assert steps == [0, 2, 4, 6, 8, 12, 16, 20]
     assert equal(without.bits(), within.bits())
 
 

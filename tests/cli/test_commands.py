@@ -17,7 +17,7 @@ from tests.cli import answers
 import qkeel
 from qkeel.cli.app import main, make_app
 from qkeel.cli.commands import EXAMPLES, GROUPS, commands, example, group
-from qkeel.cli.console import StudyView, make_console, number, ranking, spent
+from qkeel.cli.console import RunView, StudyView, make_console, number, ranking, spent
 from qkeel.cli.report import ANSWERS
 from qkeel.cli.retired import RETIRED
 from qkeel.cli.run import RunFlags, configure, starting
@@ -229,6 +229,38 @@ def test_the_time_that_is_left_counts_the_steps_of_all_runs(tmp_path, monkeypatc
     assert left(resumed, second) == "; about 7 min 00 s left"
 
 
+def test_a_record_is_one_line_with_the_speed_and_the_time_left(monkeypatch):
+    now, console = [5.0], make_console()
+    monkeypatch.setattr("qkeel.cli.console.time.monotonic", lambda: now[0])
+    view, lines = RunView(console, 100), []
+    about = {"max_logit": 12.34, "entropy": 1.5, "tokens_per_second": 2000.0}
+    about |= {"train_loss": None, "val_loss": None, "grad_norm": None}
+    for seconds, record in (
+        (0, {"step": 10, "val_loss": 2.0}),
+        (0, {"step": 12}),  # a clock that has not moved
+        (10, {"step": 30, "train_loss": 1.0, "grad_norm": 0.5}),
+    ):
+        now[0] += seconds
+        with console.capture() as captured:
+            view.on_record({**about, **record})
+        lines.append(captured.get().strip())
+    end = "max_logit 12.3  entropy 1.50"
+    assert lines == [
+        f"step  10  val_loss 2.000  {end}",
+        f"step  12  {end}",
+        f"step  30  loss 1.000  grad_norm 0.500  {end}  tok/s 2,000  ETA 35 s",
+    ]
+
+
+def test_a_collapse_is_exit_code_3_where_it_is_asked_for(tmp_path, capsys):
+    wild = ["--optimizer", "sgd", "--grad-clip", "0", "--warmup", "0"]
+    run = ["run", *TINY, *wild, "--lr", "1e30", "--out", str(tmp_path / "r")]
+    assert [main(run), main([*run, "--fail-on-collapse"])] == [0, 3]
+    assert capsys.readouterr().out.count("collapsed: val_loss nan") == 2
+    study = [*GRID, *TINY, *wild, "--lrs", "1e30", "--out", str(tmp_path / "s")]
+    assert [main(study), main([*study, "--fail-on-collapse"])] == [0, 3]
+
+
 def test_a_reader_of_the_help_that_stops_early_sees_no_traceback():
     read, write = os.pipe()
     os.close(read)
@@ -240,6 +272,20 @@ def test_a_reader_of_the_help_that_stops_early_sees_no_traceback():
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+def test_an_output_that_cannot_be_written_is_exit_code_1():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "qkeel", "presets"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: cannot write the output: No space left")
+    assert done.stderr.endswith("free some space\n")
 
 
 def test_a_time_that_cannot_be_estimated_is_said_to_be_unknown_and_why(
@@ -533,12 +579,14 @@ def test_the_ranking_has_a_column_per_rate_and_means_over_seeds():
         {**about, "lr": lr, "val_loss": loss, "max_logit": 10 * loss}
         for lr, loss in ((0.1, 2.0), (0.1, 3.0), (0.01, 4.0))
     ]
-    table = ranking([*rows, {**about, "lr": 0.5, "status": "failed"}])
+    rows[2] |= {"val_accuracy": 0.5, "val_bleu": 12.34}
+    more = {**about, "remedy": "[x]", "lr": 0.1, "val_loss": 5.0, "max_logit": 7.0}
+    table = ranking([*rows, more, {**about, "lr": 0.5, "status": "failed"}])
     cells = [[column.header, *column.cells] for column in table.columns]
     assert cells == [
-        ["remedy", "none"],
-        ["lr 0.01", "4.000 (40)"],
-        ["lr 0.1", "2.500 (30)"],
+        ["remedy", "none", r"\[x]"],
+        ["lr 0.01", "4.000, 50.0 % correct, BLEU 12.3 (40)", "–"],
+        ["lr 0.1", "2.500 (30)", "5.000 (7)"],
     ]
 
 

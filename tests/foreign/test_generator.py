@@ -9,14 +9,11 @@ from tools.foreign import effects
 from tools.foreign.checks import judged, overall
 from tools.foreign.generator import (
     CHOICES,
-    HEADS,
     Plan,
-    RandomAttention,
     _truth,
     judge,
     subject,
 )
-from tools.foreign.page import shares
 from tools.foreign.work import MODEL, Work
 
 OFTEN = ("sites", "heads", "statistics", "rows")
@@ -110,14 +107,6 @@ def test_a_refusal_without_need_is_reported():
     )
 
 
-def test_shares_are_of_all_there_are():
-    assert (
-        shares(["right", "reported", "right", "broken"])
-        == "2 right (50.0 %), 1 reported, 1 broken"
-    )
-    assert shares(["reported"]) == "1 reported"
-
-
 def _with(change, model, example):
     (call,) = _truth(model, example)
     if change == "an attention more":
@@ -162,13 +151,3 @@ def test_what_is_planted_is_found(change, questions):
     found = judged(planted, OFTEN)
     assert {f.question for f in found.found if f.verdict == "wrong"} == questions
     assert "wrong" in found.attentions
-
-
-def test_a_random_attention_has_its_parts():
-    attention = RandomAttention(
-        dataclasses.replace(PLAIN, norm="rms", mix="residual", second="product")
-    )
-    assert {"gains", "mixing.weight", "q_more.weight"} <= {
-        n for n, _ in attention.named_parameters()
-    }
-    assert HEADS == 4

@@ -2,46 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from qkeel.functional import statistics
 from qkeel.functional.statistics import KernelRows, reduce_kernel_rows
 from qkeel.kernels.statistics import logit_stats
-from qkeel.spec import AttentionSpec, Fixed
+from qkeel.spec import AttentionSpec
 from qkeel.spec.call import make_call
-
-
-def test_worked_example_of_two_rows():
-    # Logits [1] and [ln 3, 0] after the scale of 1: entropy of (3/4, 1/4), sink 3/4; q·k are 1, ln 3, 0.
-    log = math.log(3)
-    q = torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]], dtype=torch.float64)
-    k = torch.tensor([[[[1.0, log], [5.0, 0.0]]]], dtype=torch.float64)
-    call = make_call(AttentionSpec(scale=Fixed(1.0)), q, k, k)
-    stats, norm = logit_stats(call, 1.05), math.sqrt(1 + log**2)
-    entropy = math.log(4) - 0.75 * log
-    for value, exact in (
-        (stats.entropy, entropy / 2),
-        (stats.entropy_min, 0.0),
-        (stats.normalized_entropy, entropy / math.log(2)),
-        (stats.sink_share, 0.75),
-        (stats.qk_frobenius, norm),
-        (stats.cos_max, log / norm),
-        (stats.cos_mean, (1 + log) / norm / 3),
-        (stats.key_norm, (norm + 5.0) / 2),
-        (stats.key_norm_max, 5.0),
-        # Of the one row that sees two keys.
-        (stats.logit_gap, log / 2),
-        (stats.logit_spread, log / 2),
-        (stats.n_free, 1),
-        (stats.n_products, 3),
-    ):
-        assert value.item() == pytest.approx(exact)
-    for threshold, share in ((-0.5, 3), (0.0, 2), (0.5, 2), (1.0, 1), (1.2, 0)):
-        above = logit_stats(call, threshold).share_above.item()
-        assert above == pytest.approx(share / 3), threshold
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

@@ -65,21 +65,6 @@ def same(a, b, rtol=0.0):
         torch.testing.assert_close(*values, rtol=rtol, atol=rtol, msg=field)
 
 
-def test_every_tensor_of_the_statistics_has_one_rule_by_which_it_merges():
-    named = [*FIELDS, *(name for names in FIELDS.values() for name in names.split())]
-    assert sorted(named) == sorted(TENSORS)
-    kinds = [
-        (LogitStats, statistics.MERGES),
-        (ClassStats, class_statistics.MERGES),
-    ]
-    for kind, rules in kinds:
-        fields = [field.name for field in dataclasses.fields(kind)]
-        assert [x for x in fields if x not in ("classes", "names")] == list(rules)
-        for rule in rules.values():
-            assert (rule.how == "mean") == bool(rule.count)
-            assert not rule.count or rules[rule.count].how == "sum"
-
-
 @few
 @given(seed=seeds, a=counts, b=counts)
 def test_merging_parts_gives_the_statistics_of_the_whole(
@@ -100,13 +85,6 @@ def test_the_empty_statistics_are_neutral_bit_for_bit(seed: int, n: int) -> None
     same(merge(empty, empty), empty)
     assert not any(value.isnan().any() for value in empty.tensors().values())
     assert empty.max_abs_logit.tolist() == [0.0] * HEADS
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_merging_keeps_dtype_and_counts_stay_integers(dtype):
-    x = stats_of(samples(0, 3, dtype))
-    for field, value in merge(x, x).tensors().items():
-        assert value.dtype == (torch.int64 if field.startswith("n_") else dtype), field
 
 
 def test_many_statistics_merge_as_two_by_two():

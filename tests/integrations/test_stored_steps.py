@@ -44,7 +44,13 @@ def trained(folder, *sinks, owner=None, accumulate=2):
 
 def test_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing import event_accumulator as events
+
     expected = trained(tmp_path, f"tensorboard:directory={tmp_path / 'tb'}")
+    stored = events.EventAccumulator(str(tmp_path / "tb"))
+    stored.Reload()
+    (about,) = stored.Tensors("qkeel/about/text_summary")
+    assert b'"model": "Small"' in about.tensor_proto.string_val[0]
     assert tensorboard_scalars(tmp_path / "tb", KEY) == pytest.approx(
         expected, rel=1e-6
     )

@@ -4,8 +4,6 @@ import os
 import threading
 
 import pytest
-from tests.forked import forkserver
-from tests.lab.recorded import table
 
 from qkeel.errors import RunInUseError
 from qkeel.lab import (
@@ -101,33 +99,6 @@ def test_a_holder_gives_signs_of_life_and_keeps_others_of_its_machine_out(
                 break
             threading.Event().wait(0.01)
         assert claim.path.stat().st_mtime > 1
-
-
-def command(config, out):
-    result = run_plan(make_plan("lr", config, GRID), out)
-    assert not result.failures
-    assert [row["status"] for row in result.table] == ["done"] * 4
-
-
-def test_two_commands_on_one_folder_share_the_runs_and_both_end_with_the_whole_table(
-    tiny, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(execute, "BUSY_WAIT", 0.05)
-    others = []
-    config = tiny(steps=8)
-
-    def start_another(outcome):
-        if not others:
-            arguments = (config, tmp_path / "shared")
-            others.append(forkserver().Process(target=command, args=arguments))
-            others[0].start()
-
-    execution = Execution(on_outcome=start_another)
-    run_plan(make_plan("lr", config, GRID), tmp_path / "shared", execution)
-    others[0].join()
-    assert others[0].exitcode == 0
-    command(config, tmp_path / "alone")
-    assert table(tmp_path / "shared") == table(tmp_path / "alone")
 
 
 def test_a_run_that_another_process_trains_is_waited_for(tiny, tmp_path, monkeypatch):

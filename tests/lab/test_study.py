@@ -34,7 +34,6 @@ from qkeel.lab.quick_demo import quick_demo
 from qkeel.lab.studies import STUDIES
 from qkeel.lab.tuning import tuned_plan, tuning_plan
 from qkeel.records import TABLE_COLUMNS, read_json, write_json
-from qkeel.report.study_runs import read_study
 
 FOUR = Grid(remedies=["none", "quack:tau=0.1"], lrs=[0.1], seeds=[1, 0])
 TWO = Grid(remedies=["none"], lrs=[0.1], seeds=[0, 1])
@@ -120,30 +119,6 @@ def test_a_command_takes_several_values_and_tunes_rates(tmp_path, capsys):
     words = capsys.readouterr().out
     assert "d_model 32: mean val_loss" in words
     assert "chosen on seeds 5" in words
-
-
-PARTS = ["mla, adamw", "mha, adamw", "mla, muon", "mha, muon"]
-
-
-def test_the_study_of_latent_attention_has_parts_that_join_and_are_shown_apart(
-    tiny, tmp_path
-):
-    made = make_plan("mla")
-    assert len(made.runs) == 2 * 2 * 6 * 3 * 3
-    assert list(dict.fromkeys(run.role for run in made.runs)) == PARTS
-    for run in made.runs:
-        assert run.role == f"{run.config.model.block}, {run.config.optim.name}"
-    out, base = tmp_path / "s", tiny(steps=4)
-    grid = dataclasses.replace(ONE, blocks=["mla", "mha"], optimizers=["adamw", "muon"])
-    run_plan(make_plan("mla", base, dataclasses.replace(grid, blocks=["mla"])), out)
-    before = {p: p.stat().st_mtime_ns for p in out.glob("runs/*/summary.json")}
-    assert not run_plan(make_plan("mla", base, grid), out).failures
-    for path, changed in before.items():
-        assert path.stat().st_mtime_ns == changed  # not run twice
-    assert read_json(out / "study.json")["blocks"] == ["mla", "mha"]
-    parts = {tuple(part.split(", ")) for part in PARTS}
-    assert {(row["block"], row["optimizer"]) for row in table(out)} == parts
-    assert set(read_study(out).parts()) == set(PARTS)
 
 
 def test_what_one_part_cannot_be_is_refused_before_anything_runs(tiny):

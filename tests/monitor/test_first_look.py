@@ -122,7 +122,13 @@ KINDS: dict[str, Kind] = {
         "config.sliding_window is 6, but queries see only 3 keys",
     ),
     "a lost cap": (causal, causal, CAP, {}, "20.0, but the observed cap is none"),
-    "another scale": (causal, causal, SCALE, {}, "query_pre_attn_scalar 4 means"),
+    "another scale": (
+        causal,
+        causal,
+        SCALE,
+        {},
+        "query_pre_attn_scalar is 4, which means",
+    ),
 }
 
 

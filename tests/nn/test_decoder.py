@@ -1,5 +1,6 @@
 """The decoder: shapes, ties, initial statistics, bad input."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -36,7 +37,7 @@ def test_a_tied_head_is_the_embedding_and_learns_with_it():
 def test_matrices_start_at_one_over_root_fan_in_and_residual_writers_smaller(
     attention, mlp
 ):
-    model = make(d_model=128, n_layers=3, attention=attention, mlp=mlp)
+    model = make(d_model=128, n_layers=8, attention=attention, mlp=mlp)
     assert model.embedding.weight.std().item() == pytest.approx(1.0, rel=0.05)
     tied = make(tied=True, d_model=128).embedding.weight.std().item()
     assert tied == pytest.approx(128**-0.5, rel=0.05)
@@ -45,10 +46,10 @@ def test_matrices_start_at_one_over_root_fan_in_and_residual_writers_smaller(
         if isinstance(module, torch.nn.Linear):
             writes = name.endswith((".attention.o_proj", ".mlp.down"))
             writers += writes
-            expected = (module.in_features * (6 if writes else 1)) ** -0.5
+            expected = (module.in_features * (16 if writes else 1)) ** -0.5
             assert module.weight.std().item() == pytest.approx(expected, rel=0.15), name
             assert abs(module.weight.mean().item()) < 0.2 * expected, name
-    assert writers == 2 * 3
+    assert writers == 2 * 8
 
 
 def test_the_same_generator_gives_the_same_weights_and_another_does_not():
@@ -149,3 +150,23 @@ def test_a_sequence_without_a_target_is_refused():
     for wrong in (tokens[:, :4], tokens[0]):
         with pytest.raises(ShapeError, match="more than 4"):
             model(wrong)
+
+
+def test_the_model_predicts_from_the_whole_source_and_the_target_before():
+    config = DecoderConfig(vocab_size=11, d_model=16, n_heads=2, base_width=8)
+    model = EncoderDecoder(config, source=4).eval()
+    model.init_weights(torch.Generator().manual_seed(0))
+    tokens = torch.arange(9)[None]
+    base = model(tokens)
+    for place in range(9):
+        changed = tokens.clone()
+        changed[0, place] = 10
+        moved = (model(changed) - base).abs().amax(-1)[0] > 1e-6
+        assert moved.tolist() == [place < 4 or i >= place - 4 for i in range(5)]
+    x = torch.zeros(1, 2, 16)
+    with pytest.raises(InvalidValueError):
+        EncoderDecoder(dataclasses.replace(config, attention="mla"), source=4)
+    with pytest.raises(InvalidValueError, match="context"):
+        model.blocks[0](x)
+    with pytest.raises(InvalidValueError, match="context"):
+        Decoder(config).blocks[0](x, context=x)

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkeel.capture.intercept import CapturedCall, CaptureMode
-
 VOCAB, D, H, T = 40, 32, 4, 7
 SMALL: dict[str, Any] = {
     "hidden_size": D,
@@ -102,11 +100,6 @@ def encoder():
     return model
 
 
-def build(name, impl):
-    """By name."""
-    return encoder() if name == "encoder" else hf(name, impl)
-
-
 class Conv1D(nn.Module):
     """y = x W + b, features in columns."""
 
@@ -185,14 +178,6 @@ class Hand(nn.Module):
         return self.o(o.transpose(1, 2).flatten(2))
 
 
-def calls(model, *args, **kwargs):
-    """Every attention call of one pass."""
-    seen: list[CapturedCall] = []
-    with torch.no_grad(), CaptureMode(model, seen.append):
-        model(*args, **kwargs)
-    return seen
-
-
 def everything(model):
     """All that `remove()` must put back, names, order and identity."""
     return {
@@ -204,11 +189,6 @@ def everything(model):
         }
         for name, module in model.named_modules()
     }
-
-
-def values(model):
-    """A copy of the state."""
-    return {name: x.clone() for name, x in model.state_dict().items()}
 
 
 def jolted(

@@ -161,13 +161,14 @@ def test_generation_with_a_cache_equals_generation_without(change, how):
 @pytest.mark.parametrize("cross", [False, True])
 def test_multihead_attention_is_changed_with_masks_and_weights(change, spec, cross):
     torch.manual_seed(0)
-    m = nn.MultiheadAttention(16, 4, batch_first=True).double()
+    m = nn.MultiheadAttention(16, 4, batch_first=True, bias=not cross).double()
     y = torch.randn(2, 3, 16, dtype=torch.float64) if cross else X
     s = y.shape[1]
     qkeel.apply(m, change, batch=(X, y, y))
     jolted(m)
     params = {n: getattr(m, n) for n in spec.init_params(4, 4, 4)}
-    weights, biases = m.in_proj_weight.chunk(3), m.in_proj_bias.chunk(3)
+    weights = m.in_proj_weight.chunk(3)
+    biases = [None] * 3 if cross else m.in_proj_bias.chunk(3)
     qkv = [
         F.linear(a, w, c).unflatten(-1, (4, -1)).transpose(1, 2)
         for a, w, c in zip((X, y, y), weights, biases)

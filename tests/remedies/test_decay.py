@@ -13,8 +13,6 @@ from .models import attention, gradients, step_by
     ("make", "refused"),
     [
         (lambda p: torch.optim.Adam(p, weight_decay=0.1), True),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), True),
-        (lambda p: torch.optim.RMSprop(p, weight_decay=0.1), True),
         (lambda p: torch.optim.NAdam(p, weight_decay=0.1), True),
         (
             lambda p: torch.optim.NAdam(

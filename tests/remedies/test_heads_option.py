@@ -33,26 +33,26 @@ def stepped(remedy):
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "heads"),
     [
-        lambda heads: QKClip(threshold=0.05, heads=heads),
-        lambda heads: LALR(heads=heads),
+        (lambda heads: QKClip(threshold=0.05, heads=heads), (0, 3)),
+        (lambda heads: LALR(heads=heads), ()),  # all of a site
     ],
 )
 def test_named_heads_are_treated_as_without_the_option_and_others_keep_their_bits(
-    make,
+    make, heads
 ):  # type: ignore[no-untyped-def]
     plain, whole, some = (
         stepped(None),
         stepped(make(None)),
-        stepped(make(((SITE, (0, 3)),))),
+        stepped(make(((SITE, heads),))),
     )
     everything = stepped(make(((SITE, ()), ("blocks.0.attention", ()))))
     changed = 0
     for name, weight in some.items():
         assert torch.equal(everything[name], whole[name])
         for head in range(4):
-            named = name.startswith(SITE) and head in (0, 3)
+            named = name.startswith(SITE) and head in (heads or range(4))
             assert torch.equal(weight[head], (whole if named else plain)[name][head])
             changed += not torch.equal(weight[head], plain[name][head])
     assert changed
@@ -68,9 +68,10 @@ def test_heads_that_are_not_there_are_one_sentence():
             UnknownNameError,
             lambda: qkeel.apply(model, QKClip(heads=(("blocks.7", ()),)), adamw(model)),
         ),
+        (InvalidValueError, lambda: LALR(heads=((SITE, (0,)),))),
         (
             InvalidValueError,
-            lambda: qkeel.apply(model, LALR(heads=((SITE, (4,)),)), adamw(model)),
+            lambda: qkeel.apply(model, QKClip(heads=((SITE, (4,)),)), adamw(model)),
         ),
     ):
         with pytest.raises(error):

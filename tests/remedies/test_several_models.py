@@ -15,88 +15,75 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 REMEDIES = "lalr:tau=0.3+qk_weight_decay:decay=1+qk_clip:threshold=0.05"
 
 
-class Run:
-    """Two models in a row under remedies that are applied to both by one call, or to each."""
+def made():
+    """Two models in a row, and the optimizer of both."""
+    models = [small(0), small(1)]
+    return models, torch.optim.AdamW(nn.ModuleList(models).parameters(), lr=1e-2)
 
-    def __init__(self, how=""):
-        self.models = [small(0), small(1)]
-        self.optimizer = torch.optim.AdamW(
-            nn.ModuleList(self.models).parameters(), lr=1e-2
-        )
-        examples, sites = (
-            [batch(8), batch(9)],
-            [qkeel.find_sites(m, batch(8)) for m in self.models],
-        )
-        self.monitor = qkeel.watch(self.models, self.optimizer, sites=sites)
-        if how == "each":
-            for model, example in zip(self.models, examples):
-                qkeel.apply(model, REMEDIES, self.optimizer, batch=example)
-        elif how:
-            given: Any = (
-                dict(zip("ab", self.models)) if how == "by name" else self.models
-            )
-            shown: dict[str, Any] = (
-                {"batch": examples} if how == "examples" else {"sites": sites}
-            )
-            shown = {"sites": dict(zip("ab", sites))} if how == "by name" else shown
-            self.handle = qkeel.apply(given, REMEDIES, self.optimizer, **shown)
 
-    def train(self, first, last):
-        for number in range(first, last):
-            self.models[1](self.models[0](batch(number))).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+def marks(models):
+    return [m for each in models for m in each.modules() if "_qkeel_applied" in vars(m)]
 
-    @property
-    def weights(self):
-        return torch.cat(
-            [p.detach().flatten() for model in self.models for p in model.parameters()]
-        )
+
+def weights(models):
+    return torch.cat([p.detach().flatten() for m in models for p in m.parameters()])
+
+
+def trained(how):
+    """The weights after two steps under remedies that are applied to both by one call, or to each."""
+    models, optimizer = made()
+    examples = [batch(8), batch(9)]
+    sites = [qkeel.find_sites(model, batch(8)) for model in models]
+    applied: list[tuple[Any, dict[str, Any]]] = {
+        "each": [(m, {"batch": x}) for m, x in zip(models, examples)],
+        "examples": [(models, {"batch": examples})],
+        "sites": [(models, {"sites": sites})],
+        "by name": [(dict(zip("ab", models)), {"sites": dict(zip("ab", sites))})],
+    }.get(how, [])
+    handles = [qkeel.apply(one, REMEDIES, optimizer, **shown) for one, shown in applied]
+    for number in range(2):
+        models[1](models[0](batch(number))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for handle in handles:
+        handle.remove()
+    assert not marks(models)
+    return weights(models)
 
 
 def test_one_call_does_what_one_of_each_model_does():
-    runs = {how: Run(how) for how in ("", "each", "examples", "sites", "by name")}
-    for run in runs.values():
-        run.train(0, 2)
-    assert not torch.equal(runs[""].weights, runs["each"].weights)
+    each = trained("each")
+    assert not torch.equal(trained(""), each)
     for how in ("examples", "sites", "by name"):
-        assert torch.equal(runs[how].weights, runs["each"].weights), how
-    runs["sites"].handle.remove()
-    assert not any(
-        "_qkeel_applied" in vars(m)
-        for model in runs["sites"].models
-        for m in model.modules()
-    )
+        assert torch.equal(trained(how), each), how
 
 
 def test_what_cannot_be_applied_as_one_changes_nothing():
-    run = Run()
-    before = run.weights
+    models, optimizer = made()
+    before = weights(models)
     for given, options, error, words in [
         ([], {}, InvalidValueError, "at least one model to apply remedies to"),
-        ([run.models[0], run.models[0]], {}, InvalidValueError, "give each only once"),
+        ([models[0], models[0]], {}, InvalidValueError, "give each only once"),
         (
-            run.models,
+            models,
             {"batch": batch(0)},
             InvalidTypeError,
             "batches of each of the models",
         ),
         (
-            run.models,
-            {"sites": qkeel.find_sites(run.models[0], batch(0))[:0]},
+            models,
+            {"sites": qkeel.find_sites(models[0], batch(0))[:0]},
             RefusedError,
             "no module with the name of any site",
         ),
         (
-            [run.models[0], nn.Linear(8, 8)],
+            [models[0], nn.Linear(8, 8)],
             {"batch": [batch(0), batch(0)]},
             RefusedError,
             "no attention",
         ),
     ]:
         with pytest.raises(error, match=words):
-            qkeel.apply(given, REMEDIES, run.optimizer, **options)  # type: ignore[arg-type]
-    assert torch.equal(run.weights, before)
-    assert not any(
-        "_qkeel_applied" in vars(m) for model in run.models for m in model.modules()
-    )
+            qkeel.apply(given, REMEDIES, optimizer, **options)  # type: ignore[arg-type]
+    assert torch.equal(weights(models), before)
+    assert not marks(models)

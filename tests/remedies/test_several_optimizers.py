@@ -7,7 +7,6 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import qkeel
-from qkeel.autopilot import ActiveRemedies
 from qkeel.nn import Decoder, DecoderConfig
 
 
@@ -158,21 +157,6 @@ def test_two_optimizers_for_q_and_the_rest_act_as_one_optimizer_of_the_same_kind
         assert torch.equal(several.get_parameter(name), p), name
         if name == "q.weight":
             assert not torch.equal(plain.get_parameter(name), p)
-
-
-def test_an_autopilot_clips_biases_that_another_optimizer_holds():
-    model = Separate()
-    optimizers = muon_and_adamw(model)
-    active = ActiveRemedies(model, optimizers)
-    (site,) = sites = qkeel.find_sites(model, X)
-    active.sites = list(sites)
-    active.put_on(f"qk_clip:threshold={TAU}", {site.name: ()}, {})
-    model(X).square().sum().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    expected = trained(muon_and_adamw, f"qk_clip:threshold={TAU}")
-    for name, p in expected.named_parameters():
-        assert torch.equal(model.get_parameter(name), p), name
 
 
 def test_what_an_optimizer_without_a_step_holds_is_clipped_before_the_next_pass():

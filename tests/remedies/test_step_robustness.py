@@ -29,6 +29,8 @@ def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_s
 ):
     model = encoder()
     optimizer = adamw(model)
+    # A rate of 0 initialises states, but not that of one group alone.
+    optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 0.0})
     handle = qkeel.apply(model, remedy, optimizer)
     before = snapshot(model)
     with pytest.raises(

@@ -285,30 +285,6 @@ def test_rates_follow_the_weights_in_use(seed):
         )
 
 
-class ByLength(nn.Linear):
-    """Rows of trained lengths, as DoRA computes them in its forward."""
-
-    def __init__(self, *sizes, bias):
-        super().__init__(*sizes, bias=bias)
-        self.lengths = nn.Parameter(self.weight.detach().norm(dim=1))
-
-    def forward(self, x):
-        factor = self.lengths / self.weight.detach().norm(dim=1)
-        product = functional.linear(x, self.weight) * factor
-        return product if self.bias is None else product + self.bias
-
-
-@pytest.mark.parametrize("remedy", ["qk_clip", "lalr", "spectral_cap"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_rows_that_a_forward_divides_by_their_length_are_refused(remedy, bias):
-    torch.manual_seed(0)
-    q, k, v = (ByLength(8, 8, bias=bias).double() for _ in range(3))
-    model = nn.Sequential(Layer(q, k, v, heads=2, size=4))
-    optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(RefusedError):
-        qkeel.apply(model, remedy, optimizer, batch=torch.randn(2, 6, 8).double())
-
-
 class Normed(Layer):
     """Norms without gains on queries and keys, written out."""
 

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import scipy.stats
-from synthetic_study import TABLE, Made, grid, make_run, make_study, planned
+from synthetic_study import Made, grid, make_run, make_study, planned
 
 from qkeel.records import append_line, read_json, write_json
-from qkeel.report.compare import cells, difference, long_cells, primary_cell
+from qkeel.report.compare import difference, long_cells, primary_cell
 from qkeel.report.study_runs import read_study
 
 
@@ -40,25 +40,6 @@ def test_what_has_no_interval_says_why(above, words):
     assert found is not None
     assert found.interval() == words
     assert found.clear == (words[0] == "+")
-
-
-def test_a_cell_has_the_runs_of_one_remedy_and_rate(tmp_path):
-    study = read_study(
-        make_study(tmp_path / "s", grid(("qk_norm", "none"), (0.01, 0.1)))
-    )
-    table = {(cell.remedy, cell.lr): cell for cell in cells(study)}
-    assert list(table) == [
-        ("none", 0.01),
-        ("none", 0.1),
-        ("qk_norm", 0.01),
-        ("qk_norm", 0.1),
-    ]
-    none, norm = table["none", 0.1], table["qk_norm", 0.1]
-    assert (none.collapsed, norm.collapsed) == (2, 0)
-    assert none.max_logit == pytest.approx(1.1 * TABLE["none"][2][0])
-    assert none.gain is None
-    assert norm.gain is not None
-    assert norm.gain.mean == pytest.approx(2.827 - 2.537)
 
 
 def test_the_page_leads_with_what_the_study_named_or_else_with_the_baseline_at_its_best_rate(

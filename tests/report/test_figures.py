@@ -76,17 +76,14 @@ def test_a_watched_run_and_a_study_are_drawn_the_same_each_time(tmp_path, capsys
     )
 
 
-def test_figures_show_means_and_gains_and_no_label_leaves_their_edge(
-    tmp_path, monkeypatch
-):
+def test_no_label_leaves_the_edge_of_a_figure(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    cut, shown = [], {}
+    cut = []
 
     def look(self, target, **_):
         FigureCanvasAgg(self).draw()
-        shown[target.stem] = self.axes[0]
         for ax in self.axes:
             for text in (ax.xaxis.label, ax.yaxis.label, ax.title):
                 box = text.get_window_extent()
@@ -104,21 +101,3 @@ def test_figures_show_means_and_gains_and_no_label_leaves_their_edge(
         figures(path, tmp_path / "out")
         figures(path, tmp_path / "out", width=6.75)
     assert not cut
-    assert [len(shown[name].lines) for name in ("max_logit", "entropy")] == [4, 3]
-    rates, courses = shown["val_loss_by_lr"], shown["max_logit_lr_0.1"]
-    # Three seeds lie 0.004 and 0.012 over the table in the mean.
-    means = rates.lines[0].get_xydata().ravel()
-    assert means == pytest.approx([0.01, 2.374, 0.1, 2.839])
-    legends = [
-        [text.get_text() for text in ax.get_legend().get_texts()]
-        for ax in (rates, courses)
-    ]
-    assert legends == [["none", "qk_norm", "lalr:tau=0.1"]] * 2
-    scales = [(ax.get_xscale(), ax.get_yscale()) for ax in (rates, courses)]
-    assert scales == [("log", "linear"), ("linear", "log")]
-    # Three seeds of three remedies, and the line of the alarm.
-    assert [len(line.get_xdata()) for line in courses.lines] == [16] * 9 + [2]
-    dots = [line for line in shown["gains"].lines if len(line.get_xdata()) == 1]
-    assert [dot.get_ydata()[0] for dot in dots] == [0, 1, 2, 3]
-    gains = sorted(float(dot.get_xdata()[0]) for dot in dots)
-    assert gains == pytest.approx([-0.06, 0.001, 0.193, 0.29])

@@ -225,12 +225,6 @@ def test_numbers_that_are_not_finite_become_null(tmp_path):
     assert json.loads(found[1])["runs"][0]["lines"]["max_logit"] == [[None, None]]
 
 
-def test_the_map_holds_what_the_last_sample_measured(tmp_path):
-    run = exact(tmp_path / "r", [0, 5], max_logit=[1.0, 7.0], entropy=[1.0, np.nan])
-    data = chart_data(read_watched([run]))["runs"][0]
-    assert data["last"] == {"step": 5, "fields": {"max_logit": [[7.0]]}}
-
-
 @pytest.mark.slow
 def test_eighty_layers_of_128_heads_stay_under_two_megabytes(tmp_path):
     run = make_watch(tmp_path / "run", Seen(layers=80, heads=128, samples=150))

@@ -1,4 +1,4 @@
-"""Layers that are alike take one rerun each, and a layer that only seems to be alike is seen."""
+"""Of layers that are alike one is read, the others run twice, and a layer that only seems to be alike is seen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.sites.models import SCALE, D, H, Heads, M, T
 from torch import nn
 
 from qkeel import find_sites
-from qkeel.sites import verify
+from qkeel.sites import search, verify
 
 
 def x():
@@ -59,12 +59,22 @@ def verified(sites):
 
 
 @pytest.mark.parametrize("heads", [2 * H])
-def test_eight_plain_layers_take_nine_reruns(heads, runs):
+def test_eight_plain_layers_are_read_once_and_rerun_twice_each(
+    heads, runs, monkeypatch
+):
+    read = []
+    traced_part = search.traced_part
+
+    def counted(part, *args, **kwargs):
+        read.append(part)
+        return traced_part(part, *args, **kwargs)
+
+    monkeypatch.setattr(search, "traced_part", counted)
     torch.manual_seed(0)
     model = nn.Sequential(*(Joint(fused_causal, M, heads) for _ in range(8)))
     assert verified(find_sites(model, x())) == [True] * 8
-    assert len(runs) == 9
-    assert all(runs.count(str(i)) == 1 for i in range(1, 8))
+    assert len(read) == 1
+    assert {name: runs.count(name) for name in runs} == {str(i): 2 for i in range(8)}
 
 
 # A permutation of each cycle type, and a second pair.
@@ -88,3 +98,50 @@ def test_a_part_from_other_weights_in_a_later_layer_is_seen():
     sites = find_sites(model, x())
     assert verified(sites) == [True, True, False]
     assert "from other weights" in sites[2].unverified
+
+
+class ByNumber(Heads):
+    """Heads that do what a table says of their layer, which no setting of the module shows."""
+
+    table = ("plain",)
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+        self.norm = nn.RMSNorm(D)
+
+    def forward(self, x):
+        q, k, v = (y.transpose(1, 2) for y in self.operands(x))
+        does, scale = self.table[self.number], SCALE
+        if does == "normed":
+            q, k = self.norm(q), self.norm(k)
+        if does == "stretched":
+            q, k = self.norm(q) * 2, self.norm(k)
+        if does == "swapped":
+            q, k = k, q
+        if does == "cool":
+            scale = SCALE / 2
+        if does == "capped":
+            z = 5 * torch.tanh(q @ k.mT * scale / 5)
+        else:
+            z = q @ k.mT * scale
+        return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def facts(site):
+    gains = [(gain.kind, gain.factor) for gain in site.query_gains + site.key_gains]
+    weights = [s.parameter.split(".")[-2] for s in (*site.query, *site.key)]
+    return site.spec, weights, site.normed, gains, site.verified, site.unscaled
+
+
+@pytest.mark.parametrize("first", ["plain", "normed", "stretched", "capped"])
+@pytest.mark.parametrize("second", ["plain", "normed", "swapped", "cool", "capped"])
+def test_a_layer_is_what_it_is_alone(first, second, monkeypatch):
+    monkeypatch.setattr(ByNumber, "table", (first, second, first))
+    torch.manual_seed(0)
+    layers = [ByNumber(number) for number in range(3)]
+    together = find_sites(nn.Sequential(*layers), x())
+    assert [site.name for site in together] == ["0", "1", "2"]
+    for layer, site in zip(layers, together):
+        (alone,) = find_sites(layer, x())
+        assert facts(site) == facts(alone)

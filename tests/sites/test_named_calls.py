@@ -14,6 +14,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+import qkeel
 from qkeel.capture import named_attention
 from qkeel.capture.intercept import CaptureMode
 from qkeel.capture.readers import SDPA
@@ -138,6 +139,17 @@ def test_calls_by_name_are_read_without_a_callback_for_each_torch_function(
         check(model, tap)
         assert bool(callbacks) == (i in (0, 1, 2, 4)), i
     assert F.scaled_dot_product_attention is SDPA
+
+
+def test_watch_needs_no_callback_after_its_first_look_at_the_model(callbacks):
+    model = stack(by_name, by_name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with qkeel.watch(model, optimizer):
+        for i in PASSES:
+            callbacks.clear()
+            model(batch(i)).sum().backward()
+            optimizer.step()
+            assert bool(callbacks) == (i in (0, 1, 2, 4)), i
 
 
 @pytest.mark.parametrize(

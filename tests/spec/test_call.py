@@ -144,13 +144,6 @@ def test_a_mask_broadcasts_and_is_padding_where_it_can_be_nothing_else(
 # Positions
 
 
-def test_causality_follows_positions_not_the_order_in_memory():
-    order = torch.tensor([3, 0, 4, 1, 2])
-    moved = (x[:, :, order] for x in draw())
-    out = attend(preset("qwen3"), *moved, pos_q=order, pos_k=order).out
-    same(out, attend(preset("qwen3"), *draw()).out[:, :, order])
-
-
 @each_row("t, s", [(5, 5), (3, 5), (5, 3)])
 def test_queries_stand_at_the_last_keys_where_nothing_else_is_said(t, s):
     def positions(**options):
@@ -224,13 +217,6 @@ def test_the_span_of_rows_is_from_the_first_key_that_any_of_them_sees_to_the_las
     span = call.span(rows)
     keys = visible.flatten(0, -2).any(0).nonzero().flatten().tolist()
     assert list(range(span.start, span.stop)) == keys
-
-
-@each_row("spec", [AttentionSpec(normalizer=n) for n in NORMALIZERS])
-def test_no_keys_give_zeros(spec):
-    q, k, v = draw()
-    attended = attend(spec, q, k[:, :, :0], v[:, :, :0], causal=False)
-    assert torch.equal(attended.out, torch.zeros_like(q))
 
 
 # Refusals

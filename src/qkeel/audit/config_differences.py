@@ -29,7 +29,6 @@ class Comparison(NamedTuple):
     says: str  #: what the config says
     does: str  #: what the model does
     agrees: bool  #: whether that is the same
-    contradiction: str  #: the sentence if it is not
 
 
 # The layers that a comparison concerns.
@@ -47,9 +46,10 @@ def differences(
 ) -> tuple[str, ...]:
     """Returns one sentence for each contradiction, with the attention layers that it concerns."""
     return tuple(
-        f"{comparison.contradiction} ({'everywhere' if len(names) == len(recipes) else compress(names)})"
-        for comparison, names in compared.items()
-        if not comparison.agrees
+        f"config.{setting} is {says}, but {does} "
+        f"({'everywhere' if len(names) == len(recipes) else compress(names)})"
+        for (setting, says, does, agrees), names in compared.items()
+        if not agrees
     )
 
 
@@ -148,64 +148,51 @@ def _compared(config: ConfigMapping, recipe: SiteRecipe) -> Iterator[Comparison]
         recipe.query.kind,
         recipe.key.kind,
     ):
-        does = f"norm of {' and '.join(normed)}" if normed else "no norm"
-        missing = " or ".join(side for side in "qk" if side not in normed)
-        contradiction = f"config.{key} is true, but no norm is applied to {missing}"
-        if not is_normed:
-            sides = " and ".join(normed)
-            contradiction = f"config.{key} is false, but a norm is applied to {sides}"
-        is_same = len(normed) == (2 if is_normed else 0)
-        yield Comparison(key, str(is_normed), does, is_same, contradiction)
+        does = f"a norm is applied to {' and '.join(normed)}"
+        if len(normed) < (2 if is_normed else 1):
+            sides = " or ".join(side for side in "qk" if side not in normed)
+            does = f"no norm is applied to {sides}"
+        agrees = len(normed) == (2 if is_normed else 0)
+        yield Comparison(key, str(is_normed).lower(), does, agrees)
     yield from _scale_and_cap(config, recipe)
     key, has_alibi = _first(config, _ALIBI)
     if has_alibi is True and recipe.scale:
-        does = "a bias of the scores" if recipe.bias else "nothing added"
-        contradiction = f"config.{key} is true, but nothing is added to the scores"
-        yield Comparison(key, "True", does, recipe.bias, contradiction)
+        does = f"{'a bias' if recipe.bias else 'nothing'} is added to the scores"
+        yield Comparison(key, "true", does, recipe.bias)
     for key, word, number in (
         ("num_attention_heads", "attention_heads", recipe.n_heads),
         ("head_dim", "head_dim", recipe.head_dim),
     ):
         if isinstance(config.get(key), int) and not recipe.latent:
-            is_same = number in _numbers(config, word)
-            contradiction = f"config.{key} is {config[key]}, observed: {number}"
-            yield Comparison(key, str(config[key]), str(number), is_same, contradiction)
+            agrees = number in _numbers(config, word)
+            yield Comparison(key, str(config[key]), f"observed: {number}", agrees)
     bases = [*_numbers(config, "theta"), *_numbers(config, "base_freq")]
     if bases and recipe.rotation is not None and recipe.rotation.base is not None:
         observed_bases = recipe.rotation.base, recipe.rotation.whole_base
-        is_same = any(
+        agrees = any(
             abs((observed or 0.0) / base - 1) < 0.05
             for base in bases
             for observed in observed_bases
         )
-        text, observed = (
-            ", ".join(f"{base:,.6g}" for base in bases),
-            f"{recipe.rotation.base:,.6g}",
-        )
-        contradiction = (
-            f"the rotary base is {text} in config, but the observed one is {observed}"
-        )
-        yield Comparison("rope_theta", text, observed, is_same, contradiction)
+        says = ", ".join(f"{base:,.6g}" for base in bases)
+        does = f"the observed rotary base is {recipe.rotation.base:,.6g}"
+        yield Comparison("rope_theta", says, does, agrees)
 
 
 def _scale_and_cap(config: ConfigMapping, recipe: SiteRecipe) -> Iterator[Comparison]:
+    scale = recipe.total_scale
     for key, power in (("query_pre_attn_scalar", -0.5), ("attention_multiplier", 1)):
         number = config.get(key)
-        scale = recipe.total_scale
         if isinstance(number, (int, float)) and number > 0 and not math.isnan(scale):
-            expected, observed = number**power, scale_text((scale,), recipe.head_dim)
-            contradiction = f"config.{key} {number:g} means logits {expected:.4g} · q·k, but the observed scale is {observed}"
-            is_same = abs(scale / expected - 1) < 2e-3
-            yield Comparison(key, f"{number:g}", observed, is_same, contradiction)
+            expected = number**power
+            says = f"{number:g}, which means logits {expected:.4g} · q·k"
+            does = f"the observed scale is {scale_text((scale,), recipe.head_dim)}"
+            yield Comparison(key, says, does, abs(scale / expected - 1) < 2e-3)
     key, cap = _first(config, _CAP)
-    cap = cap or 0.0
-    if key and isinstance(cap, (int, float)):
+    if key and isinstance(cap or 0.0, (int, float)):
         observed = "none" if recipe.softcap is None else f"{recipe.softcap:g}"
-        contradiction = (
-            f"config.{key} is {config[key]}, but the observed cap is {observed}"
-        )
-        is_same = math.isclose(cap, recipe.softcap or 0.0, rel_tol=1e-3)
-        yield Comparison(key, str(config[key]), observed, is_same, contradiction)
+        agrees = math.isclose(cap or 0.0, recipe.softcap or 0.0, rel_tol=1e-3)
+        yield Comparison(key, str(cap), f"the observed cap is {observed}", agrees)
 
 
 def _window(
@@ -223,22 +210,11 @@ def _window(
     if config.get("use_sliding_window") is False or type(window) is not int:
         window = 0
     if recipe.window is not None:
-        # Whether a window counts the query's own token differs between libraries.
         if key:
-            configured = (
-                f"config.{key} is {window}"
-                if window > 0
-                else "config says no sliding window"
-            )
-            contradiction = f"{configured}, but queries see only {recipe.window} keys"
-            is_same = abs(window - recipe.window) <= 1
-            yield Comparison(
-                key,
-                str(window or None),
-                f"{recipe.window} keys",
-                is_same,
-                contradiction,
-            )
+            does = f"queries see only {recipe.window} keys"
+            # Whether a window counts the query's own token differs between libraries.
+            agrees = abs(window - recipe.window) <= 1
+            yield Comparison(key, str(window or "off"), does, agrees)
     elif window > 0 and recipe.keys is not None and recipe.keys > window + 1:
         types, number = config.get("layer_types"), re.search(r"\d+", recipe.name)
         layer = -1 if number is None else int(number[0])
@@ -247,7 +223,4 @@ def _window(
         else:
             is_lost = not windowed
         if is_lost:
-            contradiction = (
-                f"config.{key} is {window}, but queries see all earlier keys"
-            )
-            yield Comparison(key, str(window), "all earlier keys", False, contradiction)
+            yield Comparison(key, str(window), "queries see all earlier keys", False)

@@ -81,10 +81,7 @@ def explain(model: nn.Module, batch: object = None) -> Explanation:
         model=type(model).__name__,
         sites=tuple(recipes),
         differences=differences(compared, recipes),
-        compared=tuple(
-            (x.setting, x.says, x.does, compress(names))
-            for x, names in compared.items()
-        ),
+        compared=tuple((*x[:3], compress(names)) for x, names in compared.items()),
     )
 
 

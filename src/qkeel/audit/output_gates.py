@@ -8,9 +8,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from qkeel.patching.modes import Guarded, function_name, unguarded
+from qkeel.patching.modes import Guarded, ReadingMode, function_name, unguarded
 
 # A head with a smaller mean gate is shut.
 SHUT = 0.05
@@ -62,7 +61,7 @@ class _Output:
 
 
 @final
-class GateMode(TorchFunctionMode):
+class GateMode(ReadingMode):
     """Follows the outputs of attention to what they are multiplied by; `gates` has the mean gate [h] by site.
 
     It has to be below the mode that finds attention calls, which reports each to `captured`: one that is written by hand
@@ -99,16 +98,13 @@ class GateMode(TorchFunctionMode):
     def captured(self, site: str) -> None:
         """Says whose output the latest one is."""
         latest, self._latest = self._latest, None
-        self._forget_others(latest)
+        self._outputs = {
+            key: tag for key, tag in self._outputs.items() if tag.attention is latest
+        }
         if latest is not None:
             latest.site = site
             if latest.gate is not None:
                 self.gates.setdefault(site, latest.gate)
-
-    def _forget_others(self, attention: _Attention | None) -> None:
-        self._outputs = {
-            key: tag for key, tag in self._outputs.items() if tag.attention is attention
-        }
 
     def _follow(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -177,10 +173,9 @@ class GateMode(TorchFunctionMode):
 def _means(gate: Tensor, heads: Tensor, n_heads: int, shape: torch.Size) -> Tensor:
     """The mean gate of each head; of many numbers, evenly spaced rows of the first dimension speak for all."""
     gate, heads = gate.expand(shape), heads.expand(shape)
-    # Eight rows or more remain.
-    step = min(-(-gate.numel() // _AVERAGED), max(1, len(gate) // 8))
-    # Unless that dimension is the heads.
-    if step > 1 and int(heads[0].max()) - int(heads[0].min()) + 1 == n_heads:
+    # Eight rows or more remain, and all if they may be the heads.
+    if len(gate) != n_heads:
+        step = min(gate.numel() // _AVERAGED + 1, max(1, len(gate) // 8))
         gate, heads = gate[::step], heads[::step]
     numbers, index = gate.double().flatten(), heads.flatten().long()
     # Unlike bincount, this does not wait for the device.

@@ -275,7 +275,12 @@ class CaptureMode(CallObserver):
         sought = [only for _, only in (self._only_in or {"": (None, None)}).values()]
         exchanges = any([only is None or only & _EXCHANGED for only in sought])
         around.enter_context(observed_by(self, exchanges=exchanges))
-        around.enter_context(recording_unobserved(self.stack.root.module))
+        # Outside the modules that are looked at, no call is observed.
+        places = [module for module, _ in (self._only_in or {}).values()]
+        modules = [
+            x for module in places or [self.stack.root.module] for x in module.modules()
+        ]
+        around.enter_context(recording_unobserved(modules))
         self.wants_logsumexp = self.bounded is not None
         if self._only_in is None:
             self.stack.attach(around)

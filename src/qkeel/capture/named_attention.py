@@ -28,7 +28,7 @@ from qkeel.capture.readers import (
     sdpa_arguments,
 )
 from qkeel.errors import caution
-from qkeel.patching.modes import number_of_modes, only_modes_of
+from qkeel.patching.modes import number_of_modes, only_reading_modes
 
 _ATEN = torch.ops.aten
 _FORWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
@@ -145,7 +145,7 @@ def _observed(
 ) -> Any:
     """Makes a call and hands it to the observers that read names here; the mode of the others sees it."""
     # A mode of anybody else may make another call of this one, which only a mode below it sees.
-    if number_of_modes() and not only_modes_of(CallObserver):
+    if number_of_modes() and not only_reading_modes():
         return call(*args, **kwargs)
     readers: list[CallObserver] = []
     is_bounded = _notes.tops is not None
@@ -245,7 +245,7 @@ def name_held() -> Iterator[bool]:
     a mode of theirs may change what a call is."""
     is_held = hold_name()
     try:
-        yield is_held and only_modes_of(CallObserver)
+        yield is_held and only_reading_modes()
     finally:
         if is_held:
             release_name()

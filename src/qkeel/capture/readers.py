@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from qkeel.capture.calls import HeadLayout, Seen, fewest_keys, flex_call, hides
 from qkeel.errors import QkeelError
@@ -27,6 +26,7 @@ from qkeel.patching.modes import (
     Args,
     Guarded,
     Kwargs,
+    ReadingMode,
     recomputing,
     unguarded,
     without_modes,
@@ -56,7 +56,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
 }
 
 
-class CallObserver(TorchFunctionMode, abc.ABC):
+class CallObserver(ReadingMode, abc.ABC):
     """A function mode that also receives the calls of functions that are not torch functions.
 
     guard: calls what reads a call. probing: whether gradients are traced from q and k. by_name: True while a call is

@@ -112,12 +112,12 @@ class _Unobserved:
 
 
 @contextmanager
-def recording_unobserved(model: nn.Module) -> Iterator[None]:
-    """A context in which forward hooks that return nothing, or an argument of theirs, run unobserved: attention that
-    they compute from what they see, as probes that log weights do, is none of the model's."""
+def recording_unobserved(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """A context in which forward hooks of modules that return nothing, or an argument of theirs, run unobserved:
+    attention that they compute from what they see, as probes that log weights do, is none of the model's."""
     wrapped: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any]]] = []
     tables = [*global_hooks()]
-    for module in modules_of(model).values():
+    for module in modules:
         # Nearly all are empty.
         tables += filter(None, (hooks_before(module), hooks_after(module)))
     for table in tables:

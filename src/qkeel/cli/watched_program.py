@@ -59,7 +59,7 @@ from qkeel.patching.modes import is_made, submodules_of
 from qkeel.patching.optimizers import StepHooks, steps_taken, when_made
 from qkeel.patching.roles import Phase
 from qkeel.records.disk import read_file
-from qkeel.remedies.apply import Asked, AtNextPass
+from qkeel.remedies.apply import AtNextPass
 from qkeel.remedies.apply import parse as parse_remedies
 from qkeel.report import write
 from qkeel.sites.alone import COPY_MARK
@@ -635,7 +635,9 @@ class _Remedied:
         model = self._model()
         if not spec or model is None:
             return None
-        return AtNextPass(model, spec, optimizer, Asked(partial=True), refused=refused)
+        return AtNextPass(
+            model, parse_remedies(spec), optimizer, partial=True, refused=refused
+        )
 
 
 def disjoint(

@@ -855,9 +855,14 @@ def _enter_only(modes: list[TorchFunctionMode]) -> None:
         _push_mode(mode)
 
 
-def only_modes_of(kind: type[TorchFunctionMode]) -> bool:
-    """True if all modes that are active in this thread are of this class."""
-    return all([isinstance(mode, kind) for mode in _get_current_function_mode_stack()])
+class ReadingMode(TorchFunctionMode):
+    """A mode of qkeel's that makes each call as it came and reads it. Modes of others may make another call."""
+
+
+def only_reading_modes() -> bool:
+    """True if all modes that are active in this thread only read calls."""
+    modes = _get_current_function_mode_stack()
+    return all([isinstance(mode, ReadingMode) for mode in modes])
 
 
 def number_of_modes() -> int:

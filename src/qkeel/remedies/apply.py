@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import owners, unwrapped
 from qkeel.patching.optimizers import listed
 from qkeel.remedies.active import active_remedies, forget
-from qkeel.remedies.apply_now import Asked, apply_now
+from qkeel.remedies.apply_now import apply_now
 from qkeel.remedies.base import Remedy
 from qkeel.remedies.next_pass import AtNextPass
 from qkeel.remedies.table import (
@@ -32,7 +33,6 @@ from qkeel.sites.tap import Tap
 __all__ = [
     "ALIASES",
     "REMEDIES",
-    "Asked",
     "AtNextPass",
     "Note",
     "active_remedies",
@@ -117,28 +117,35 @@ def apply(
         ...     attention.spec.cap.formula()
         '30·tanh(z/30)'
     """
-    more = Asked(options=options, train_length=train_length, partial=partial)
+    remedies = parse(remedy, **options)
+    applying = functools.partial(
+        apply_now,
+        model,
+        remedies,
+        optimizer,
+        train_length=train_length,
+        partial=partial,
+    )
     if (
         batch is not None
         or sites is not None
         or not isinstance(model, nn.Module)
         or _knows_itself(model)
     ):
-        return apply_now(model, remedy, optimizer, more, batch=batch, sites=sites)
-    remedies, tap = (
-        parse(remedy, **options),
-        next((owner for owner in owners(model) if isinstance(owner, Tap)), None),
-    )
+        return applying(batch=batch, sites=sites)
+    tap = next((owner for owner in owners(model) if isinstance(owner, Tap)), None)
     # Remedies on steps need the sites alone; all others run the model again, for which its last batch is kept.
     if tap is not None and tap.sites and all(parsed.on_steps for parsed in remedies):
-        return apply_now(model, remedy, optimizer, more, sites=tap.sites)
+        return applying(sites=tap.sites)
     if tap is not None and tap.latest is not None:
         with tap.latest.setting(unwrapped(model)):
             latest = ForwardArguments(tap.latest.args, tap.latest.kwargs)
-            return apply_now(model, remedy, optimizer, more, batch=latest)
+            return applying(batch=latest)
     if not listed(optimizer):
-        return apply_now(model, remedy, optimizer, more)
-    return AtNextPass(model, remedy, optimizer, more)
+        return applying()
+    return AtNextPass(
+        model, remedies, optimizer, train_length=train_length, partial=partial
+    )
 
 
 def _knows_itself(model: nn.Module) -> bool:

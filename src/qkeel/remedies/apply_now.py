@@ -29,7 +29,7 @@ from qkeel.remedies.base import (
     module_name,
     where,
 )
-from qkeel.remedies.head_weights import check_weights, stepped
+from qkeel.remedies.head_weights import check_weights, held_first
 from qkeel.remedies.idle_steps import notice_idle_steps
 from qkeel.remedies.optimizer_trials import innermost
 from qkeel.remedies.output_head import ZLoss
@@ -42,7 +42,6 @@ from qkeel.remedies.processes import (
     refused_under_zero,
 )
 from qkeel.remedies.step_remedy import StepRemedy
-from qkeel.remedies.table import RemedySpec, parse
 from qkeel.remedies.untrained_parameters import notice_untrained
 from qkeel.remedies.weights_in_use import check_weights_in_use
 from qkeel.sites.find import Models, found_sites, named_models, of_each, sites_of_each
@@ -52,30 +51,19 @@ from qkeel.sites.site import AttentionSite, Sites
 GIVE_BATCH = "For apply: qkeel.apply(model, {!r}, optimizer, batch=batch), with a batch that the model accepts"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """The arguments of `apply` other than the remedies, the model and the optimizer."""
-
-    options: Mapping[str, float | int | bool | str] = dataclasses.field(
-        default_factory=dict
-    )
-    train_length: int | None = None
-    partial: bool = False
-
-
 def apply_now(
     model: Models,
-    remedy: RemedySpec,
+    remedies: Sequence[Remedy],
     optimizer: Optimizer | Sequence[Optimizer] | None,
-    more: Asked,
     *,
     batch: object = None,
     sites: object = None,
+    train_length: int | None = None,
+    partial: bool = False,
 ) -> Handle:
     """Applies remedies immediately; see `apply`."""
 
-    def prepared() -> tuple[tuple[Remedy, ...], list[tuple[Target, Sites | None]]]:
-        remedies = parse(remedy, **more.options)
+    def prepared() -> list[tuple[Target, Sites | None]]:
         models = (
             {"": model}
             if isinstance(model, nn.Module)
@@ -90,32 +78,26 @@ def apply_now(
                 optimizer=next(iter(listed(optimizer)), None),
                 sites=[],
                 batch=((), {}) if batches[name] is None else arguments(batches[name]),
-                train_length=more.train_length,
+                train_length=train_length,
             )
             check_wrapper(target.model, remedies)
             targets.append((target, sites_by_model[name]))
-        return remedies, targets
+        return targets
 
-    def description(request: tuple[tuple[Remedy, ...], Sequence[object]]) -> str:
-        """What must be the same on all processes."""
-        arguments = {"optimizer": optimizer, "batch": batch, "sites": sites}
-        present = [
-            name if x is not None else f"no {name}" for name, x in arguments.items()
-        ]
-        return (
-            f"{list(request[0])} to {len(request[1])} model(s), {', '.join(present)}, "
-            f"train_length={more.train_length}, partial={more.partial}"
-        )
-
+    # What must be the same on all processes.
+    description = (
+        f"{list(remedies)}, an optimizer: {optimizer is not None}, a batch: {batch is not None}, sites: "
+        f"{sites is not None}, train_length={train_length}, partial={partial}"
+    )
     # Whatever one process refuses, all refuse, before any of them changes its model.
-    remedies, targets = dist.agree(WHAT, prepared, description)
+    targets = dist.agree(
+        WHAT, prepared, lambda targets: f"{description}, {len(targets)} model(s)"
+    )
 
     def applied() -> Handle:
         handles = (
             compose_all(
-                _apply_all(
-                    remedies, target, known, listed(optimizer), partial=more.partial
-                )
+                _apply_all(remedies, target, known, listed(optimizer), partial=partial)
             )
             for target, known in targets
         )
@@ -203,13 +185,16 @@ def _by_optimizer(
                 return [dataclasses.replace(target, optimizer=optimizer)]
         return [target]
     sites_of: dict[Optimizer, list[AttentionSite]] = {}
+    inner = [innermost(optimizer) for optimizer in optimizers]
     for site in target.sites:
-        weights = [target.parameter(s.parameter) for s in (*site.query, *site.key)]
-        holder = optimizers[0]
-        # Backwards, so that the first of those that hold a weight is the last one noted.
-        for optimizer in reversed(optimizers):
-            if any(stepped(innermost(optimizer), p) is not None for p in weights):
-                holder = optimizer
+        # The first of the optimizers that hold one of its weights, or of all if none does.
+        holders = [
+            inner.index(holder)
+            for s in (*site.query, *site.key)
+            for holder, tensor in [held_first(inner, target.parameter(s.parameter))]
+            if tensor is not None
+        ]
+        holder = optimizers[min(holders, default=0)]
         sites_of.setdefault(holder, []).append(site)
     return [
         dataclasses.replace(

@@ -47,8 +47,6 @@ class Target:
     trace: ModelTrace | None = None
     #: all attention of the model; `sites` may be a part of it
     all_sites: Sequence[AttentionSite] = ()
-    #: parameters that were looked up; a name is that of many slices
-    _parameters: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
 
     @property
     def example(self) -> Arguments:
@@ -64,9 +62,7 @@ class Target:
     def parameter(self, name: str) -> nn.Parameter:
         """Returns a parameter of the model by qualified name."""
         try:
-            if name not in self._parameters:
-                self._parameters[name] = self.model.get_parameter(name)
-            return self._parameters[name]
+            return self.model.get_parameter(name)
         except AttributeError as error:
             raise RefusedError(
                 f"this model has no parameter {name!r}; a weight that is computed by hooks or a parametrization "
@@ -230,15 +226,14 @@ def check_heads(remedy: str, heads: object) -> None:
     """Raises InvalidTypeError unless the value of an option names heads by site or is None."""
     if heads is None:
         return
-    is_valid = isinstance(heads, tuple) and bool(heads)
-    for pair in heads if isinstance(heads, tuple) else ():
-        is_pair = isinstance(pair, tuple) and len(pair) == 2
-        is_valid &= (
-            is_pair
-            and isinstance(pair[0], str)
-            and isinstance(pair[1], tuple)
-            and all(type(head) is int and head >= 0 for head in pair[1])
+    try:
+        pairs: Any = tuple(heads)  # type: ignore[arg-type]
+        is_valid = bool(pairs) and all(
+            isinstance(name, str) and all(type(x) is int and x >= 0 for x in numbers)
+            for name, numbers in pairs
         )
+    except (TypeError, ValueError):
+        is_valid = False
     if not is_valid:
         raise InvalidTypeError(
             f"expected heads of {remedy} by site, as ((site.name, (0, 3)),) with () for all of them, got {heads!r}"

@@ -4,6 +4,7 @@ changed."""
 from __future__ import annotations
 
 import abc
+import itertools
 from collections.abc import Iterator
 from typing import Literal
 
@@ -128,23 +129,17 @@ class ChangeSpec(Remedy):
         return refuse_unseen(site)
 
     def apply(self, target: Target) -> Handle:
-        own_sites = [
-            site for site in target.sites if isinstance(site.module, SpecModule)
-        ]
-        foreign_sites = [
-            site for site in target.sites if not isinstance(site.module, SpecModule)
-        ]
-        return compose_all(self._handles(target, own_sites, foreign_sites))
-
-    def _handles(
-        self,
-        target: Target,
-        own_sites: list[AttentionSite],
-        foreign_sites: list[AttentionSite],
-    ) -> Iterator[Handle]:
-        for site in own_sites:
-            yield self.change_own(site, target)
-        yield from self.change_others(target, foreign_sites)
+        own_sites: list[AttentionSite] = []
+        foreign_sites: list[AttentionSite] = []
+        for site in target.sites:
+            is_own = isinstance(site.module, SpecModule)
+            (own_sites if is_own else foreign_sites).append(site)
+        return compose_all(
+            itertools.chain(
+                (self.change_own(site, target) for site in own_sites),
+                self.change_others(target, foreign_sites),
+            )
+        )
 
     def change_others(
         self, target: Target, sites: list[AttentionSite]

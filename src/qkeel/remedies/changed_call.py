@@ -131,31 +131,29 @@ class ChangedCalls(InstanceForward):
         q, k, v, mask = (
             arguments[name] for name in ("query", "key", "value", "attn_mask")
         )
-        dropout, causal, scale = (
-            arguments[name] for name in ("dropout_p", "is_causal", "scale")
-        )
+        causal, scale = arguments["is_causal"], arguments["scale"]
         if q.is_nested:
             raise RefusedError(
                 "expected attention with q [b h t d], got nested tensors, whose heads are not known"
             )
         self._check_scale(1 / math.sqrt(q.shape[-1]) if scale is None else float(scale))
-        if q.ndim != 4:
-            lead, t, s = (
-                torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]),
-                q.shape[-2],
-                k.shape[-2],
-            )
-            layout = self._layout(torch.Size((*lead, t, s)), -1)
+        shape, layout = q.shape[:-1], None
+        if apart := unpacked(arguments, self.geometry.n_heads):
+            q, mask = apart["query"], apart["attn_mask"]
+        elif q.ndim != 4:
+            lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))
+            shape = torch.Size((*lead, q.shape[-2]))
+            layout = self._layout(torch.Size((*shape, k.shape[-2])), -1)
             q, k, v = (layout.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k, v))
-            mask = None if mask is None else layout.apply(mask.expand(*lead, t, s))
-            out = run(self._call((q, k, v), mask, causal=causal, dropout=dropout))
-            return layout.undo(out, (*lead, t, out.shape[-1]))
-        apart = unpacked(arguments, self.geometry.n_heads)
-        if apart is not None:
-            q1, mask = apart["query"], apart["attn_mask"]
-            packed = run(self._call((q1, k, v), mask, causal=False, dropout=dropout))
-            return packed.unflatten(1, q.shape[1:3]).squeeze(3)
-        return run(self._call((q, k, v), mask, causal=causal, dropout=dropout))
+            if mask is not None:
+                mask = layout.apply(mask.expand(*shape, k.shape[-2]))
+        call = self._call(
+            (q, k, v), mask, causal=causal, dropout=arguments["dropout_p"]
+        )
+        out = run(call)
+        if layout is not None:
+            return layout.undo(out, (*shape, out.shape[-1]))
+        return out.reshape(*shape, out.shape[-1]) if apart else out
 
     def _check_scale(self, scale: float) -> None:
         # 1/√d is rounded in two ways.
@@ -254,27 +252,10 @@ class ChangedCalls(InstanceForward):
             raise RefusedError(
                 "multi_head_attention_forward was called in a way that nn.MultiheadAttention never uses"
             )
-        (
-            query,
-            key,
-            value,
-            _,
-            heads,
-            weight,
-            bias,
-            bias_k,
-            bias_v,
-            zero,
-            dropout,
-            out_weight,
-            out_bias,
-        ) = args
-        if (
-            bias_k is not None
-            or bias_v is not None
-            or zero
-            or kwargs.get("static_k") is not None
-        ):
+        query, key, value, _, heads, weight, bias = args[:7]
+        bias_k, bias_v, zero, dropout, out_weight, out_bias = args[7:]
+        added = (bias_k, bias_v, kwargs.get("static_k"), zero or None)
+        if any(x is not None for x in added):
             raise RefusedError(
                 "nn.MultiheadAttention with add_bias_kv, add_zero_attn or static keys can't be changed"
             )
@@ -282,12 +263,10 @@ class ChangedCalls(InstanceForward):
         inputs = [x if batched else x[:, None] for x in (query, key, value)]
         q, k, v = (_heads(x, heads) for x in _projected(inputs, weight, bias, kwargs))
         (b, h, t, d), s = q.shape, k.shape[2]
-        masks = {
-            "attn_mask": kwargs.get("attn_mask"),
-            "key_padding_mask": kwargs.get("key_padding_mask"),
-        }
-        if masks["key_padding_mask"] is not None and not batched:
-            masks["key_padding_mask"] = masks["key_padding_mask"][None]
+        padding = kwargs.get("key_padding_mask")
+        if padding is not None and not batched:
+            padding = padding[None]
+        masks = {"attn_mask": kwargs.get("attn_mask"), "key_padding_mask": padding}
         mask = mha_mask(masks, (b, h, t, s))
         # torch's function drops only in training, whatever the module's rate.
         p = dropout if kwargs.get("training", True) else 0.0
@@ -304,12 +283,9 @@ class ChangedCalls(InstanceForward):
         )
         if weights is not None and kwargs.get("average_attn_weights", True):
             weights = weights.mean(dim=1)
-        if not batched:
-            out, weights = (
-                out.squeeze(1),
-                None if weights is None else weights.squeeze(0),
-            )
-        return out, weights
+        if batched:
+            return out, weights
+        return out.squeeze(1), None if weights is None else weights.squeeze(0)
 
 
 class _Exchange(TorchFunctionMode):

@@ -132,14 +132,12 @@ def heads_of(
     sources = []
     for slices in by_branch.values():
         weights = {s.parameter: model.get_parameter(s.parameter) for s in slices}
-        # Channels of a convolution.
-        if any(p.ndim > 2 for p in weights.values()):
-            raise refuse_heads(
-                f"the {side} are not the last dimension of a module's output: {names} produces them"
-            )
         name, index = _common_module(slices)
         module = model.get_submodule(name)
-        if site.module in module.modules() or index is None or len(index) != n_heads:
+        # Heads of a convolution are channels, and no last dimension of its output.
+        is_convolution = any(p.ndim > 2 for p in weights.values())
+        is_around = site.module in module.modules()
+        if is_convolution or is_around or index is None or len(index) != n_heads:
             raise refuse_heads(
                 f"no single module outputs complete heads of the {side} ({n_heads} heads of {site.head_dim}): they are "
                 f"computed by {names}"

@@ -52,18 +52,10 @@ class HeadRows:
         self._tensors = [(tensor, s) for tensor, s, _ in columns.values()]
         self._counts = [len(table) for table in tables]
         most = max(table.shape[1] for table in tables)
-        # Adjacent rows of a tensor with the same owners are one block, as the rows of a head usually are.
-        blocks = [
-            torch.cat([t, t[:, :1].expand(-1, most - t.shape[1])], 1)
-            # By tensor, so that no block reaches from one into the next.
-            .unique_consecutive(return_counts=True, dim=0)
-            for t in tables
-        ]
-        self._owners, self._sizes = map(torch.cat, zip(*blocks))
-        self._blocks: list[tuple[int, slice]] = []
-        for number, (_, sizes) in enumerate(blocks):
-            ends = sizes.cumsum(0).tolist()
-            self._blocks += [(number, slice(*x)) for x in zip([0, *ends], ends)]
+        # A row with fewer owners than another repeats its first.
+        self._owners = torch.cat(
+            [torch.cat([t, t[:, :1].expand(-1, most - t.shape[1])], 1) for t in tables]
+        )
         self._copies: list[Tensor] = []
 
     def rows(self) -> list[Tensor]:
@@ -77,16 +69,10 @@ class HeadRows:
 
         row: the factors of all heads, and a 1 behind them. of_old: whether 1 - f is returned, the share of the old
         weight."""
-        self._sizes = self._sizes.to(row.device)
-        factors = self._of_blocks(row).repeat_interleave(
-            self._sizes, output_size=sum(self._counts)
-        )
+        self._owners = self._owners.to(row.device)
+        factors = row[self._owners].amin(1)
         shares = (1 - factors if of_old else factors).split(self._counts)
         return [f.to(x.device, wide(x.dtype))[:, None] for f, x in zip(shares, rows)]
-
-    def _of_blocks(self, row: Tensor) -> Tensor:
-        self._owners = self._owners.to(row.device)
-        return row[self._owners].amin(1)
 
     def copies(self) -> list[Tensor]:
         """Returns copies of the rows."""
@@ -127,21 +113,16 @@ class HeadRows:
         rows = self.rows()
         scaled: list[Tensor] = []
         factors: list[Tensor] = []
-
-        def note(number: int, block: slice, factor: Tensor) -> None:
-            tensor, s = self._tensors[number]
-            for x in (rows[number], *(s.rows_of(x.detach()) for x in copies(tensor))):
-                scaled.append(x[block])
-                factors.append(factor.to(x.device, wide(x.dtype)))
-
-        if on_host:
-            of_blocks = self._of_blocks(row)
-            for i in (of_blocks != 1).nonzero()[:, 0].tolist():
-                number, block = self._blocks[i]
-                # With a dimension, or half precision would round the factor.
-                note(number, block, of_blocks[i : i + 1])
-        else:
-            for number, factor in enumerate(self.factors(row, rows)):
-                note(number, slice(None), factor)
-        if scaled:
+        for (tensor, s), x, factor in zip(self._tensors, rows, self.factors(row, rows)):
+            for y in (x, *(s.rows_of(y.detach()) for y in copies(tensor))):
+                scaled.append(y)
+                factors.append(factor.to(y.device, wide(y.dtype)))
+        if not on_host:
             multiply_all(scaled, factors)
+            return
+        for x, factor in zip(scaled, factors):
+            lines = (factor != 1).nonzero()[:, 0]
+            if len(lines):
+                part = x[lines]
+                multiply_all([part], [factor[lines]])
+                x[lines] = part

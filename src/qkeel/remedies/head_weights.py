@@ -72,15 +72,9 @@ class HeadWeights:
         n = len(self.slices)
         for s in extras:
             self._enter(target, s)
-        self.tensors: list[Tensor | None] = []
-        self.holders: list[Optimizer] = []
-        for p in self.parameters:
-            holder, tensor = optimizers[0], None
-            for optimizer in reversed(optimizers):
-                if (held := stepped(optimizer, p)) is not None:
-                    holder, tensor = optimizer, held
-            self.holders.append(holder)
-            self.tensors.append(tensor)
+        pairs = [held_first(optimizers, p) for p in self.parameters]
+        self.holders = [holder for holder, _ in pairs]
+        self.tensors = [tensor for _, tensor in pairs]
         for i in range(n):
             is_frozen = not self.parameters[i].requires_grad
             if self.tensors[i] is None and not (
@@ -225,6 +219,17 @@ def stepped(optimizer: Optimizer, weight: Tensor) -> Tensor | None:
         return weight
     copies = [p for p in held if _rounds_to(p, weight)]
     return copies[0] if len(copies) == 1 else None
+
+
+def held_first(
+    optimizers: Sequence[Optimizer], weight: Tensor
+) -> tuple[Optimizer, Tensor | None]:
+    """Returns the first optimizer that holds a weight, with the tensor that it updates; the first of all and None if
+    none holds it."""
+    for optimizer in optimizers:
+        if (tensor := stepped(optimizer, weight)) is not None:
+            return optimizer, tensor
+    return optimizers[0], None
 
 
 def copies_in_state(optimizer: Optimizer, weight: Tensor) -> tuple[str, ...]:

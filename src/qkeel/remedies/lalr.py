@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qkeel import distributed as dist
+from qkeel.errors import InvalidValueError
 from qkeel.functional.bounds import spectral_norm
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
@@ -42,9 +43,9 @@ class LALR(StepRemedy):
     Biases keep the base rate. The full step is scaled, including decoupled weight decay, unless decay="plain" keeps the
     decay at the base rate η·λ. For a matrix whose norm becomes zero, the initial norm is used; a matrix that was zero
     at the start is always ignored. Frozen weights count as partners. "Start" is when the remedy is applied; the
-    optimizer's checkpoints contain the norms at the start, and so does `state()`. If `heads` is given, weights that
-    none of these heads uses keep the base rate. norm="spectral" synchronises a GPU with the
-    host at every step, to solve an eigenvalue problem of size d per head.
+    optimizer's checkpoints contain the norms at the start, and so does `state()`. `heads` names the sites whose weights
+    get such rates, with all their heads, as ((site.name, ()),). norm="spectral" synchronises a GPU with the host at every
+    step, to solve an eigenvalue problem of size d per head.
     """
 
     tau: float = 0.1  #: τ, the factor on the rate, above 0
@@ -53,7 +54,7 @@ class LALR(StepRemedy):
     decay: Literal["scaled", "plain"] = "scaled"
     heads: HeadsBySite | None = None
 
-    name, weight_in_use = "lalr", "is a multiple of"
+    name, takes_masks = "lalr", False
     line = "per-head learning rates for query and key weights, lower as their partners grow"
     source = "Anson & Aitchison 2025 (QuacK), arXiv 2511.21377, algorithms 1 and 2"
     rule = (
@@ -65,6 +66,14 @@ class LALR(StepRemedy):
         "use one of the two, or qk_lr for a plain lower rate",
     )
     if_computed = "the norm of the weight in the optimizer says nothing about the logit"
+
+    def __post_init__(self) -> None:
+        StepRemedy.__post_init__(self)
+        # The rate of a head depends on the norms of those that share its weights.
+        if any(numbers for _, numbers in self.heads or ()):
+            raise InvalidValueError(
+                f"expected heads of lalr as ((site.name, ()),), since it acts on all heads of a site, got {self.heads}"
+            )
 
     @property
     def saves_state(self) -> bool:
@@ -94,20 +103,9 @@ class LALR(StepRemedy):
             dist.gather_messages("qkeel.apply", "measures")
         start = norms()
         rates = HeadRates(target.sites, weights, start)
-        acting = _acting(self.heads, target.sites, weights)
-        if acting is not None:
-            # Otherwise the host would wait in every step until it is on the device.
-            acting = acting.to(start.device)
-
-        def factors() -> Tensor:
-            factors = self.tau * rates(norms())
-            if acting is None:
-                return factors
-            return torch.where(acting.to(factors.device), factors, 1.0)
-
         steps = scale_steps(
             weights,
-            factors,
+            lambda: self.tau * rates(norms()),
             remedy=self.name,
             keeps_decay=self.decay == "plain",
         )
@@ -188,18 +186,3 @@ class HeadRates:
         )
         products = F.pad(norms, (0, 1), value=1.0)[self._partners].prod(1)
         return torch.zeros_like(norms).scatter_reduce(0, self._owners, products, "amax")
-
-
-def _acting(
-    heads: HeadsBySite | None, sites: Sequence[AttentionSite], weights: HeadWeights
-) -> Tensor | None:
-    """Returns a mask [heads of all weights] that is True for the parts that a named head uses; None if all act."""
-    if heads is None:
-        return None
-    named, indices = dict(heads), weights.indices()
-    mask = torch.zeros(sum(weights.counts), dtype=torch.bool)
-    for site in sites:
-        numbers = [*(named[site.name] or range(site.n_heads))]
-        for s in (s for term in site.terms for s in (*term.query, *term.key)):
-            mask[indices[weights.entry(s)][site.used(s.n)[numbers], 0]] = True
-    return mask

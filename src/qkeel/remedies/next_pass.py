@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -19,14 +20,12 @@ from qkeel.patching.optimizers import (
     listed,
     stepping,
 )
-from qkeel.remedies.apply_now import GIVE_BATCH, Asked, apply_now
+from qkeel.remedies.apply_now import GIVE_BATCH, apply_now
+from qkeel.remedies.base import Remedy
 from qkeel.remedies.optimizer_trials import innermost
-from qkeel.remedies.processes import (
-    check_wrapper,
-)
+from qkeel.remedies.processes import check_wrapper
 from qkeel.remedies.saved_state import release, reserve
 from qkeel.remedies.step_remedy import StepRemedy
-from qkeel.remedies.table import RemedySpec, parse
 
 
 @final
@@ -39,16 +38,24 @@ class AtNextPass(Handle):
     def __init__(
         self,
         model: nn.Module,
-        remedy: RemedySpec,
+        remedies: Sequence[Remedy],
         optimizer: Optimizer | Sequence[Optimizer] | None,
-        more: Asked,
         *,
+        train_length: int | None = None,
+        partial: bool = False,
         refused: Callable[[QkeelError], None] | None = None,
     ) -> None:
-        remedies = parse(remedy, **more.options)
         check_wrapper(unwrapped(model), remedies)
         self.about = "+".join(parsed.name for parsed in remedies)
-        self._model, self._remedy, self._more = model, remedy, more
+        self._model, self._optimizers = model, listed(optimizer)
+        self._apply = functools.partial(
+            apply_now,
+            model,
+            remedies,
+            self._optimizers,
+            train_length=train_length,
+            partial=partial,
+        )
         self._refused = refused
         self._waits = True
         self._with_state = [
@@ -58,7 +65,6 @@ class AtNextPass(Handle):
         ]
         #: A state that is loaded before the remedies are there.
         self._carried: State = {}
-        self._optimizers = listed(optimizer)
         #: Why the search in the pass that is running failed; the pass may be about to fail by itself.
         self._failed: QkeelError | None = None
         self._passes = ForwardPasses(model, self._begin, self._end, guard=unguarded)
@@ -99,9 +105,7 @@ class AtNextPass(Handle):
         batch = ForwardArguments(args, kwargs)
         try:
             with joining(self._model, args, kwargs):
-                handle = apply_now(
-                    self._model, self._remedy, self._optimizers, self._more, batch=batch
-                )
+                handle = self._apply(batch=batch)
             # The pass that runs now would not be the changed one.
             if vars(self._model).get("forward") is not forward:
                 handle.remove()

@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar, Literal, final
 
-from qkeel.errors import check
 from qkeel.functional.logits import sigmoid_bias
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
@@ -127,18 +126,8 @@ class AttentionTemperature(OneSlot):
     )
     source = "Llama 4 as shipped in transformers 5.23 (attn_scale, floor_scale)"
 
-    def __post_init__(self) -> None:
-        OneSlot.__post_init__(self)
-        check(
-            int(self.floor) == self.floor,
-            f"a whole number for floor of {self.name}",
-            self.floor,
-        )
-
     def value(self, old: AttentionSpec, train_length: int | None) -> Scale:
-        return FloorLogTemperature(
-            inner=old.scale, alpha=self.alpha, floor=int(self.floor)
-        )
+        return FloorLogTemperature(inner=old.scale, alpha=self.alpha, floor=self.floor)
 
 
 @final

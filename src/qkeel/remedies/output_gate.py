@@ -209,10 +209,10 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
     query, head = site.terms[0].query[-1], site.n_heads - 1
     trace = target.trace or traced(target.model, *target.batch, expected=True)
     weight = target.parameter(query.parameter)
-    own = trace.calls[site.name][0].captured.frame
     x = None
     if trace.called.get(id(site.module)) == 1:
-        x = next((x for x in own.inputs if x.is_floating_point()), None)
+        inputs = trace.module_call(site).inputs
+        x = next((x for x in inputs if x.is_floating_point()), None)
     module = a = b = None
     # Modules in the order of their calls, so the first that differs is the projection.
     changed_inputs = trace.inputs_after(

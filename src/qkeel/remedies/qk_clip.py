@@ -31,7 +31,6 @@ from qkeel.remedies.head_weights import (
     copies_in_state,
     found_inf,
     slice_name,
-    stepped,
 )
 from qkeel.remedies.logit_factors import factors_by_site, logit_factors
 from qkeel.remedies.optimizer_steps import scale_steps, with_one
@@ -42,8 +41,6 @@ from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.tap import Tap
 
 _OFF = "qk_clip failed while reading logits and has stopped clipping: {}. Training continues without it"
-#: A slice of a weight or bias, and the indices [n most] of each head's γ and √γ in the row of all factors.
-ClippedRows = tuple[HeadSlice, Tensor]
 
 
 @final
@@ -140,12 +137,7 @@ class QKClip(StepRemedy):
     def apply(self, target: Target) -> Handle:
         optimizers = target.need_optimizers(self.name)
         clip = _Clip(self, target, optimizers)
-        handles = [Handle(clip.remove)]
-        if self.steps == "matched":
-            clip.matched = _MatchedSteps(
-                self.name, target, clip.clipped, clip.biases, optimizers
-            )
-            handles.append(clip.matched)
+        handles = [Handle(clip.remove), clip.matched]
         for optimizer in clip.rows:
             # The hook that clips is registered last: `scale_steps` comes before it in any case.
             hook = optimizer.register_step_post_hook(in_real_steps(clip.after_step))
@@ -161,12 +153,7 @@ class QKClip(StepRemedy):
             for handle in reversed(handles):
                 handle.remove()
 
-        matched = clip.matched
-        return (
-            Handle(undo)
-            if matched is None
-            else Handle(undo, state=matched.state, load=matched.load)
-        )
+        return Handle(undo, state=clip.matched.state, load=clip.matched.load)
 
 
 @final
@@ -182,30 +169,27 @@ class _Clip:
         optimizers: Sequence[Optimizer],
     ) -> None:
         self.remedy, self.sites = remedy, target.sites
-        self.matched: _MatchedSteps | None = None
-        self._heads = sum(site.n_heads for site in target.sites)
         factors = factors_by_site(target, by_group=remedy.groups == "group")
-        self.clipped: list[ClippedRows] = []
+        n_heads = sum(site.n_heads for site in target.sites)
+        # The slices of weights and biases, with the indices [n r] of the factors of each of their heads.
+        clipped: list[tuple[HeadSlice, Tensor]] = []
         first = 0
         for site, factors_of_site in zip(target.sites, factors):
             for factor in factors_of_site:
-                shift = first + (self._heads if factor.root else 0)
-                self.clipped.append((factor.weight, factor.heads + shift))
+                weight = factor.weight
+                frozen = not target.parameter(weight.parameter).requires_grad
+                if frozen and remedy.frozen == "refuse":
+                    raise RefusedError(
+                        f"qk_clip would scale {weight.parameter}, which is frozen, and an adapter saved without it "
+                        "would no longer fit: use lalr, which acts on the adapters alone, or set frozen=scale and save "
+                        "the complete model. That scales the base too, so a reference that is computed with the "
+                        "adapters disabled moves"
+                    )
+                indices = factor.heads + first + (n_heads if factor.root else 0)
+                clipped += [(s, indices) for s in (weight, weight.bias_of()) if s]
             first += site.n_heads
-        self.biases = [
-            (bias, indices)
-            for s, indices in self.clipped
-            if (bias := s.bias_of()) is not None
-        ]
-        #: The rows that each optimizer moves. A handle must not keep an optimizer alive.
-        self.rows: WeakKeyDictionary[Optimizer, HeadRows] = WeakKeyDictionary()
-        for optimizer, shares in self._shares(target, optimizers).items():
-            self.rows[optimizer] = HeadRows(shares, 2 * self._heads)
-        #: The factors of optimizers that have not stepped since these were computed.
-        self._waiting: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
-        self._first = weakref.ref(optimizers[0])
-        #: Whether maxima have come since the last step of the first optimizer.
-        self._has_maxima = False
+        weights = HeadWeights(target, optimizers, remedy.name, [s for s, _ in clipped])
+        weights.check_steps(remedy.name)
         # The weights of each site that may be frozen later, and are then not scaled.
         self._trained = [
             [target.parameter(x.weight.parameter) for x in factors_of_site]
@@ -213,10 +197,37 @@ class _Clip:
             else []
             for factors_of_site in factors
         ]
-        self._frozen: list[bool] = []
-        self._spared = torch.empty(0)
-        # It may refuse, so it precedes the tap.
+        #: The rows that each optimizer moves, and of the first those that none does. A handle must not keep an
+        #: optimizer alive.
+        self.rows: WeakKeyDictionary[Optimizer, HeadRows] = WeakKeyDictionary()
+        #: Of each optimizer, the indices [heads r] of the factors of the heads of all weights, 1 for other optimizers'.
+        self._factors_of: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
+        self._find_rows(weights, clipped, last=2 * n_heads)
         self.shared = SharedMaxima(target)
+        #: Scales the steps of clipped weights, with `steps=matched`.
+        self.matched = Handle(lambda: None)
+        #: The factors by which each head of each weight was clipped so far.
+        self._products: Tensor | None = None
+        if remedy.steps == "matched":
+            self._products = weights.row(1.0)
+            self.matched = _matched_steps(remedy, weights, optimizers, self._products)
+        #: The factors of optimizers that have not stepped since these were computed.
+        self._waiting: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
+        self._first = weakref.ref(optimizers[0])
+        #: Whether maxima have come since the last step of the first optimizer.
+        self._has_maxima = False
+        named = dict(remedy.heads or ())
+        #: Which heads the option `heads` leaves out.
+        self._unnamed = torch.cat(
+            [
+                ~torch.isin(
+                    torch.arange(site.n_heads),
+                    torch.tensor(named.get(site.name) or range(site.n_heads)),
+                )
+                for site in target.sites
+            ]
+        )
+        # All that may refuse precedes the tap.
         self.tap = Tap(
             target.model,
             when_training=True,
@@ -245,30 +256,37 @@ class _Clip:
         self._gone = weakref.finalize(optimizers[0], _stop, weakref.ref(self.tap))
         self._gone.atexit = False
 
-    def _shares(
-        self, target: Target, optimizers: Sequence[Optimizer]
-    ) -> dict[Optimizer, list[Share]]:
-        """Returns what is scaled after the steps of each optimizer: what it moves and, for the first, what none does."""
-        biases = [bias for bias, _ in self.biases]
-        weights = HeadWeights(target, optimizers, self.remedy.name, biases)
-        weights.check_steps(self.remedy.name)
-        for s, _ in self.clipped if self.remedy.frozen == "refuse" else ():
-            if not target.parameter(s.parameter).requires_grad:
-                raise RefusedError(
-                    f"qk_clip would scale {s.parameter}, which is frozen, and an adapter saved without it would no "
-                    "longer fit: use lalr, which acts on the adapters alone, or set frozen=scale and save the complete "
-                    "model. That scales the base too, so a reference that is computed with the adapters disabled moves"
-                )
+    def _find_rows(
+        self,
+        weights: HeadWeights,
+        clipped: Sequence[tuple[HeadSlice, Tensor]],
+        last: int,
+    ) -> None:
+        """Finds which rows each optimizer moves, with the factors of their heads; `last` is the index of the 1."""
+        columns = [[torch.full((n, 1), last)] for n in weights.counts]
+        for s, indices in clipped:
+            columns[weights.entry(s)].append(indices)
+        tables = [torch.cat(column, 1) for column in columns]
+        most = max(table.shape[1] for table in tables)
+        table = torch.cat(
+            [F.pad(x, (0, most - x.shape[1]), value=last) for x in tables]
+        )
         shares: dict[Optimizer, list[Share]] = {}
-        for s, indices in (*self.clipped, *self.biases):
-            p, entry = target.parameter(s.parameter), weights.entry(s)
-            held = shares.setdefault(weights.holders[entry], [])
-            held.append((p, s, indices))
-            updated = weights.tensors[entry]
-            if updated is not None and updated is not p:
-                # A float32 copy, from which the optimizer would bring the old weight back.
-                held.append((updated, s, indices))
-        return shares
+        for i, heads in enumerate(weights.indices()):
+            # Of a float32 copy, from which the optimizer would bring the old weight back, both are scaled.
+            tensors = {id(x): x for x in (weights.parameters[i], weights.tensors[i])}
+            for tensor in tensors.values() if len(columns[i]) > 1 else ():
+                if tensor is not None:
+                    shares.setdefault(weights.holders[i], []).append(
+                        (tensor, weights.slices[i], heads)
+                    )
+        for optimizer, held in shares.items():
+            self.rows[optimizer] = HeadRows(held, sum(weights.counts))
+            is_held = [
+                torch.full((n, 1), holder is optimizer)
+                for n, holder in zip(weights.counts, weights.holders)
+            ]
+            self._factors_of[optimizer] = torch.where(torch.cat(is_held), table, last)
 
     def remove(self) -> None:
         """Stops reading logits."""
@@ -372,37 +390,39 @@ class _Clip:
         factors = self._waiting.pop(optimizer, None)
         if factors is None:
             return
+        indices = self._factors_of[optimizer].to(factors.device)
+        # Of several factors of one head, the smallest.
+        row = factors[indices].amin(1)
         # Reading factors is cheap on a CPU. Elsewhere, waiting for them would cost more than multiplying by 1.
         self.rows[optimizer].scale(
-            factors,
-            on_host=_readable(factors),
+            with_one(row),
+            on_host=_readable(row),
             copies=lambda weight: self._copies_of(weight, optimizer),
         )
-        if self.matched is not None:
-            self.matched.shrink(factors, optimizer)
+        if self._products is not None:
+            self._products.mul_(row.to(self._products))
+        self._factors_of[optimizer] = indices
 
     def _without_spared(self, row: Tensor) -> Tensor:
         """Leaves out the maxima of heads that are not clipped.
 
         These are heads that the option leaves out, and all of a site with a weight that has been frozen since."""
-        frozen = [
-            not all(p.requires_grad for p in weights) for weights in self._trained
-        ]
-        if any(frozen) and not self._has_warned_of_frozen:
-            self._has_warned_of_frozen = True
-            caution(
-                f"qk_clip does not clip {where(self.sites[frozen.index(True)])} while a query or key weight is frozen. "
-                "With frozen=scale, it also scales frozen weights"
-            )
-        if frozen != self._frozen or self._spared.device != row.device:
-            # Made only if it changes, since the host would wait for its way to the device.
-            named, masks = dict(self.remedy.heads or ()), []
-            for site, is_frozen in zip(self.sites, frozen):
-                heads = torch.tensor(named.get(site.name) or range(site.n_heads))
-                acts = torch.isin(torch.arange(site.n_heads), heads)
-                masks.append(~acts | is_frozen)
-            self._frozen, self._spared = frozen, torch.cat(masks).to(row.device)
-        return row.masked_fill(self._spared, -torch.inf)
+        if self._unnamed.device != row.device:
+            # Once, since the host would wait for its way to the device.
+            self._unnamed = self._unnamed.to(row.device)
+        row = row.masked_fill(self._unnamed, -torch.inf)
+        first = 0
+        for site, weights in zip(self.sites, self._trained):
+            if not all([p.requires_grad for p in weights]):
+                row[first : first + site.n_heads] = -torch.inf
+                if not self._has_warned_of_frozen:
+                    self._has_warned_of_frozen = True
+                    caution(
+                        f"qk_clip does not clip {where(site)} while a query or key weight is frozen. With frozen=scale, "
+                        "it also scales frozen weights"
+                    )
+            first += site.n_heads
+        return row
 
     def _copies_of(self, weight: Tensor, optimizer: Optimizer) -> Iterator[Tensor]:
         """Yields the float32 copies of a weight that the optimizer keeps in its state."""
@@ -413,67 +433,33 @@ class _Clip:
                 yield optimizer.state[weight][name]
 
 
-@final
-class _MatchedSteps(Handle):
-    """Multiplies the steps of weights and biases by the factors by which they were clipped so far.
-
-    The products for each head of each weight, and then of each bias, are 1 at the start."""
-
-    def __init__(
-        self,
-        remedy: str,
-        target: Target,
-        clipped: Sequence[ClippedRows],
-        biases: Sequence[ClippedRows],
-        optimizers: Sequence[Optimizer],
-    ) -> None:
-        # A bias that none of the optimizers updates takes full steps.
-        biases = [
-            (bias, indices)
-            for bias, indices in biases
-            if any(
-                stepped(optimizer, target.parameter(bias.parameter)) is not None
-                for optimizer in optimizers
-            )
-        ]
-        weights = HeadWeights(target, optimizers, remedy, [bias for bias, _ in biases])
-        self._products = weights.row(1.0)
-        last = 2 * sum(site.n_heads for site in target.sites)
-        columns = [[torch.full((n, 1), last)] for n in weights.counts]
-        for s, indices in (*clipped, *biases):
-            columns[weights.entry(s)].append(indices)
-        tables = [torch.cat(table, 1) for table in columns]
-        most = max(table.shape[1] for table in tables)
-        #: For each optimizer, the indices of the factors of what it holds, and that of the 1 at the end for the rest.
-        self._tables: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
-        for optimizer in weights.optimizers:
-            self._tables[optimizer] = torch.cat(
-                [
-                    F.pad(t, (0, most - t.shape[1]), value=last)
-                    if holder is optimizer
-                    else torch.full((len(t), most), last)
-                    for t, holder in zip(tables, weights.holders)
-                ]
-            )
-        steps = scale_steps(
-            weights,
-            lambda: self._products.to(weights.parameters[0].device),
-            remedy=remedy,
+def _matched_steps(
+    remedy: QKClip,
+    weights: HeadWeights,
+    optimizers: Sequence[Optimizer],
+    products: Tensor,
+) -> Handle:
+    """Multiplies the steps of weights and biases by the products [heads of all weights] of the factors by which they
+    were clipped so far."""
+    steps = scale_steps(
+        weights,
+        lambda: products.to(weights.parameters[0].device),
+        remedy=remedy.name,
+    )
+    # What no optimizer updates takes no steps.
+    values = {
+        f"steps.{slice_name(s)}": x
+        for s, tensor, x in zip(
+            weights.slices, weights.tensors, products.split(weights.counts)
         )
-        names = [f"steps.{slice_name(s)}" for s in weights.slices]
-        products = self._products.split(weights.counts)
-        saved = SavedState(optimizers, remedy, dict(zip(names, products)))
-        super().__init__(
-            compose([steps, Handle(saved.remove)]).remove,
-            state=saved.state,
-            load=saved.load,
-        )
-
-    def shrink(self, factors: Tensor, optimizer: Optimizer) -> None:
-        """Includes the row of factors of a clip of what an optimizer holds; of several on one head, the smallest."""
-        if optimizer in self._tables:
-            table = self._tables[optimizer] = self._tables[optimizer].to(factors.device)
-            self._products.mul_(factors[table].amin(1).to(self._products))
+        if tensor is not None
+    }
+    saved = SavedState(optimizers, remedy.name, values)
+    return Handle(
+        compose([steps, Handle(saved.remove)]).remove,
+        state=saved.state,
+        load=saved.load,
+    )
 
 
 def _stop(tap: weakref.ref[Tap]) -> None:

@@ -174,7 +174,7 @@ class SpectralCap(StepRemedy):
     cap: float = 4.0  #: largest σ of a head's weight, above 0
     per: Literal["head", "matrix"] = "head"
 
-    name, weight_in_use = "spectral_cap", "is"
+    name, takes_masks = "spectral_cap", False
     line = "after each step, shrinks query and key weights whose largest singular value passed the cap"
     source = "Newhouse et al. 2025, arXiv 2507.13338, section 3 (rescaled, not clipped; q and k only)"
     rule = "after each step, per {per}: W ← W · min(1, {cap:g} / σ(W)) for W_Q and W_K, σ the largest singular value"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar
 
 from qkeel.errors import InvalidValueError, check_known
 from qkeel.kernels.contract import Refusal
@@ -18,20 +18,14 @@ UNDOES_MATCHED_STEPS = Refusal(
 )
 
 
-# How the weight in use follows the stored one, if a hook or a parametrization computes it, from close to not at all: it
-# is the same; it is a multiple; its rows are scaled along with the stored rows, as under a pruning mask; anything else.
-WeightInUse = Literal["is", "is a multiple of", "is scaled with", "is not scaled with"]
-WEIGHT_IN_USE: tuple[WeightInUse, ...] = get_args(WeightInUse)
-
-
 class StepRemedy(Remedy):
     """A remedy that works through hooks on the optimizer, so that a copy of the model does not have it.
 
     It needs to know which rows of which weights belong to the heads of a site."""
 
     on_steps: ClassVar[bool] = True
-    #: What the remedy needs, so that it does not act in vain.
-    weight_in_use: ClassVar[WeightInUse] = "is scaled with"
+    #: Whether it may act under a pruning mask, where the weight in use is the stored one but for some zeros.
+    takes_masks: ClassVar[bool] = True
     #: Whether it is meant for the stored weight of sigma_reparam.
     takes_sigma_reparam: ClassVar[bool] = False
     #: Why the remedy is refused if q or k is normed, and what to do instead; "" if it is not.
@@ -53,7 +47,7 @@ class StepRemedy(Remedy):
             return Refusal(
                 site.unscaled, "use qk_lr, or softcap, which need no such product"
             )
-        # What older hooks compute is tried: see `check_weights_in_use`.
+        # What hooks compute is looked for by `check_weights_in_use`.
         if self.if_computed and _is_computed(site, self.takes_sigma_reparam):
             return Refusal(
                 "the weight on the logit path is computed from another weight, so "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
@@ -133,14 +133,7 @@ class PartOfArguments:
     def copied(self, frame: ModuleCall) -> tuple[Args, Kwargs]:
         """The part of the arguments of a call, copied. Hidden states have a node in autograd's graph, by which what is
         computed from them is told from constants, such as rotations."""
-        widths = _input_widths(frame)
-        has_graph = any(x.grad_fn is not None for x in frame.inputs)
-
-        def is_hidden_state(x: Tensor) -> bool:
-            if has_graph or not x.is_floating_point():
-                return x.requires_grad
-            # Without gradients, only the width says what is multiplied by a weight.
-            return x.ndim > 1 and x.shape[-1] in widths
+        is_hidden_state = hidden_states(frame)
 
         def change(x: Tensor) -> Tensor:
             values = self._of(x.detach(), frame.batch)
@@ -163,6 +156,21 @@ class PartOfArguments:
         if self.doubles:
             return x.repeat(2, *[1] * (x.ndim - 1))
         return x[: self.samples] if self.samples else x
+
+
+def hidden_states(frame: ModuleCall) -> Callable[[Tensor], bool]:
+    """Returns a function that says which of a call's tensors are hidden states; the others are constants, such as
+    rotations and masks."""
+    has_graph = any(x.grad_fn is not None for x in frame.inputs)
+    widths = set() if has_graph else _input_widths(frame)
+
+    def is_hidden_state(x: Tensor) -> bool:
+        if has_graph or not x.is_floating_point():
+            return x.requires_grad
+        # Without gradients, only the width says what is multiplied by a weight.
+        return x.ndim > 1 and x.shape[-1] in widths
+
+    return is_hidden_state
 
 
 def _input_widths(frame: ModuleCall) -> set[int]:

@@ -41,6 +41,7 @@ from qkeel.patching.modes import (
     uncompiled,
     unguarded,
 )
+from qkeel.sites.alike import KnownModule
 from qkeel.sites.alone import (
     TOKENS,
     PartOfArguments,
@@ -68,7 +69,7 @@ from qkeel.sites.trace import (
     scored,
     traced_part,
 )
-from qkeel.sites.verify import CannotRerunError, Verification
+from qkeel.sites.verify import CannotRerunError, Verification, has_same_rows
 
 _LOG = logging.getLogger(__name__)
 
@@ -116,6 +117,8 @@ class SiteSearch:
         self._shared = {parameter for parameter, n in uses.items() if n > 1}
         # Modules whose attention is known wherever they are called, as it depends on their own weights alone.
         self._known: set[int] = set()
+        # Modules by which others are known, with the part of the arguments with which their copies ran.
+        self._known_modules: list[tuple[PartOfArguments, KnownModule]] = []
         # Calls of other modules that were looked at, and whether they choose keys.
         self._known_calls: set[tuple[Caller | None, bool]] = set()
         # Sites that some of the tokens have shown, and modules that are run with all of them.
@@ -135,7 +138,9 @@ class SiteSearch:
             return False
         self._known_calls.add((frame.caller, chooses))
         latest: ModuleTrace | None = None
-        for around in frame.line():
+        if not chooses:
+            latest = self._alike(frame)
+        for around in frame.line() if latest is None else ():
             self._name_modules(around)
             has_weights = any(True for _ in around.module.parameters())
             trace = self._trace(around) if around.given and has_weights else None
@@ -148,6 +153,7 @@ class SiteSearch:
                 and (chooses or trace.module_of(site) is frame.module)
                 for site in trace.sites
             ):
+                self._keep_known(around, trace)
                 break
         if latest is None:
             self.failure = self.failure or self._error
@@ -169,6 +175,65 @@ class SiteSearch:
             self._parameters = names_of(model)
             # Kept, so that no other parameter gets the same id.
             self._held = [*model.parameters()]
+
+    def _keep_known(self, frame: ModuleCall, trace: ModuleTrace) -> None:
+        """Keeps a module by which others that are alike are known: one that has been verified, and has one site and its
+        weights for itself."""
+        if len(trace.sites) != 1 or trace.sites.indexers or trace.sites.missed:
+            return
+        (site,) = trace.sites
+        is_shared = any(id(p) in self._shared for p in frame.module.parameters())
+        is_proportional = self._verification.is_proportional.get(site.name)
+        if is_proportional is None or is_shared or site.callers or trace.is_whole:
+            return
+        known = KnownModule(
+            frame,
+            self._names[id(frame.module)],
+            trace.copied,
+            trace.trace,
+            is_proportional=is_proportional,
+        )
+        self._known_modules.append((trace.part, known))
+
+    def _alike(self, frame: ModuleCall) -> ModuleTrace | None:
+        """The trace of a copy of the module of a call, or of one around it, if it is like one that is known."""
+        for around in frame.line():
+            for part, known in self._known_modules:
+                if type(around.module) is known.kind and around.given is not None:
+                    self._name_modules(around)
+                    trace = self._trace_alike(around, part, known)
+                    if trace is not None:
+                        return trace
+        return None
+
+    def _trace_alike(
+        self, frame: ModuleCall, part: PartOfArguments, known: KnownModule
+    ) -> ModuleTrace | None:
+        """The trace of a copy of a module if it is like a known one, which was called with a `part` of its arguments."""
+        module, name = frame.module, self._names[id(frame.module)]
+        is_shared = any(id(p) in self._shared for p in module.parameters())
+        if is_shared or id(module) in self._whole or not known.is_like(frame, name):
+            return None
+        with unnoticed(waits=False):
+            copied = copy_of(module, self._held)
+            alone = PartOfModel(name, copied)
+            try:
+                trace = known.trace_of(name, copied, alone, *part.copied(frame))
+            except Exception as failure:
+                _LOG.debug("%s does not run like another: %s", name, failure)
+                return None
+        if trace is None:
+            return None
+        alike = ModuleTrace(
+            module=module, is_whole=False, part=part, copied=copied, trace=trace
+        )
+        (site,) = trace.sites
+        if not site.normed:
+            return alike
+        # What stands between the norm and the logits is told by the graph alone.
+        whole = self._whole_sites(frame)
+        is_same = len(whole) == 1 and whole[0].normed and has_same_rows(whole[0], site)
+        return alike.with_gains(whole) if is_same else None
 
     def _lacks(self, frame: ModuleCall) -> bool:
         """True if a module makes more calls than those that some of its tokens have shown; all of them are then taken,
@@ -232,45 +297,53 @@ class SiteSearch:
     def _run(
         self, frame: ModuleCall, part: PartOfArguments, *, waits: bool = False
     ) -> ModuleTrace:
+        """The trace of a copy of a module with a part of what it was called with, which is verified."""
+        trace = self._read(frame, part, self._verification, waits=waits)
+        if part.tokens and any(site.normed for site in trace.sites):
+            trace = trace.with_gains(self._whole_sites(frame, waits=waits))
+        return trace
+
+    def _read(
+        self,
+        frame: ModuleCall,
+        part: PartOfArguments,
+        verification: Verification | None,
+        *,
+        waits: bool = False,
+    ) -> ModuleTrace:
         """The trace of a copy of a module with a part of what it was called with."""
         name = self._names[id(frame.module)]
-
-        def trace(
-            part: PartOfArguments, verification: Verification | None
-        ) -> ModuleTrace:
-            with unnoticed(waits=waits):
-                inner = copy_of(frame.module, self._held)
-                alone = PartOfModel(name, inner) if name else inner
-                args, kwargs = part.copied(frame)
-                traced = traced_part(
-                    alone,
-                    args,
-                    kwargs,
-                    verification,
-                    shared={
-                        within(name, path)
-                        for path, p in frame.module.named_parameters()
-                        if id(p) in self._shared
-                    },
-                )
-            return ModuleTrace(
-                module=frame.module,
-                is_whole=frame.is_outermost,
-                part=part,
-                copied=inner,
-                trace=traced,
+        with unnoticed(waits=waits):
+            copied = copy_of(frame.module, self._held)
+            args, kwargs = part.copied(frame)
+            trace = traced_part(
+                PartOfModel(name, copied) if name else copied,
+                args,
+                kwargs,
+                verification,
+                shared={
+                    within(name, path)
+                    for path, p in frame.module.named_parameters()
+                    if id(p) in self._shared
+                },
             )
+        return ModuleTrace(
+            module=frame.module,
+            is_whole=frame.is_outermost,
+            part=part,
+            copied=copied,
+            trace=trace,
+        )
 
-        of_part = trace(part, self._verification)
-        if part.tokens and any(site.normed for site in of_part.sites):
-            # Values computed after a norm may grow with the position.
-            try:
-                whole = trace(PartOfArguments(samples=1), None).sites
-            except torch.OutOfMemoryError:
-                caution(_NO_BOUNDS.format(name))
-                whole = Sites()
-            of_part = of_part.with_gains(whole)
-        return of_part
+    def _whole_sites(self, frame: ModuleCall, *, waits: bool = False) -> Sites:
+        """The sites of a module as one whole sequence shows them: values that are computed after a norm may grow with the
+        position."""
+        try:
+            whole = PartOfArguments(samples=1)
+            return self._read(frame, whole, None, waits=waits).sites
+        except torch.OutOfMemoryError:
+            caution(_NO_BOUNDS.format(self._names[id(frame.module)]))
+            return Sites()
 
     def _add(self, trace: ModuleTrace, frame: ModuleCall) -> None:
         """Adds the sites that a trace shows; `frame` is the call that is about to be read."""
@@ -339,7 +412,7 @@ class SiteSearch:
         return modules, parameters
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class ModuleTrace:
     """The trace of a copy of a module of the model.
 
@@ -378,6 +451,22 @@ class ModuleTrace:
         # What stands for the model, in which nothing else runs.
         return self.module
 
+    def with_graph(self) -> PartTrace:
+        """The trace with what was computed from which weights, for which a copy that ran without a graph runs again."""
+        if not self.trace.has_graph:
+            (calls,) = self.trace.calls.values()
+            (given,) = (
+                frame.given
+                for frame in calls[0].captured.frame.line()
+                if frame.given is not None
+            )
+            sites = self.trace.sites
+            with unnoticed(waits=False), given.as_given():
+                args, kwargs = given.changed(torch.clone)
+                self.trace = traced_part(self.trace.part, args, kwargs, None)
+            self.trace = self.trace.with_sites(sites)
+        return self.trace
+
     def with_gains(self, others: Sites) -> ModuleTrace:
         """The trace with the norms of these sites."""
         by_name = {site.name: site for site in others}
@@ -398,8 +487,8 @@ class SiteTrace:
 
     @property
     def of_part(self) -> PartTrace:
-        """What the copy of the module computed."""
-        return self.of_module.trace
+        """What the copy of the module computed, and how."""
+        return self.of_module.with_graph()
 
 
 # --- A pass that qkeel makes
@@ -430,9 +519,14 @@ class ModelTrace:
     def calls(self) -> dict[str, list[RecordedCall]]:
         """The first call of each site, or one call for each head if the heads are computed one by one."""
         return {
-            name: trace.of_part.calls[trace.site.name]
+            name: trace.of_module.trace.calls[trace.site.name]
             for name, trace in self.traces.items()
         }
+
+    def module_call(self, site: AttentionSite) -> ModuleCall:
+        """The module call that made the first attention call of a site, with its inputs."""
+        trace = self.traces[site.name]
+        return trace.of_part.calls[trace.site.name][0].captured.frame
 
     def inputs_after(
         self, site: AttentionSite, weights: Mapping[str, Tensor]

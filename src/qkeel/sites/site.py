@@ -89,12 +89,12 @@ class HeadSlice:
             parameter=self.bias, axis=0, index=self.index + self.bias_shift
         )
 
-    def renamed(self, parameter: str, bias: str | None) -> HeadSlice:
-        """The same rows of a different weight."""
+    def renamed(self, inside: Callable[[str], str]) -> HeadSlice:
+        """The same rows of a weight with another name."""
         # Everything that would be checked is already known to be valid.
         other = copy.copy(self)
-        object.__setattr__(other, "parameter", parameter)
-        object.__setattr__(other, "bias", bias)
+        object.__setattr__(other, "parameter", inside(self.parameter))
+        object.__setattr__(other, "bias", self.bias and inside(self.bias))
         return other
 
     def same(self, other: HeadSlice) -> bool:
@@ -236,6 +236,14 @@ class NormGain:
 
     def __post_init__(self) -> None:
         check_known("kind of norm", self.kind, get_args(Kind))
+
+    def renamed(self, inside: Callable[[str], str]) -> NormGain:
+        """The same norm with other names of its gain and bias."""
+        return dataclasses.replace(
+            self,
+            parameter=self.parameter and inside(self.parameter),
+            bias=self.bias and inside(self.bias),
+        )
 
     @property
     def length(self) -> float:
@@ -438,14 +446,7 @@ def renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite:
     """A site with new names for its module and its weights."""
 
     def named(parts: tuple[_Part, ...]) -> tuple[_Part, ...]:
-        return tuple(
-            dataclasses.replace(
-                x,
-                parameter=x.parameter and inside(x.parameter),
-                bias=x.bias and inside(x.bias),
-            )
-            for x in parts
-        )
+        return tuple(x.renamed(inside) for x in parts)
 
     return dataclasses.replace(
         site,

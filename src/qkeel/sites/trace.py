@@ -122,12 +122,14 @@ class PartTrace:
         sites: the attention sites, in the order of the calls.
         calls: the first call of each site, or one call for each head if the heads are computed one by one.
         values: the tensors by which the softmax weights of each site were multiplied.
+        has_graph: whether the calls hold a graph, which shows what was computed from which weights.
     """
 
     part: nn.Module
     sites: Sites
     calls: dict[str, list[RecordedCall]]
     values: dict[str, Tensor]
+    has_graph: bool = True
 
     def verified(
         self, sites: Sequence[AttentionSite], verification: Verification

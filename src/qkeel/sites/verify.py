@@ -10,8 +10,7 @@ Otherwise the rows of some heads are changed, and exactly the logits of these he
 change. Rows are *rotated* within their head (row i takes the place of row i + 1), not
 scaled: a norm over all heads keeps its value then, so that no other head moves. Each head
 is in half of the changes and no two heads are in the same half, so that about log₂ h + 1
-runs tell every head from every other one. A layer of the same kind as one that was
-verified takes a single run.
+runs tell every head from every other one.
 
 The module is part of a copy that runs alone (see `alone`), and is put back between runs.
 """
@@ -24,7 +23,6 @@ import math
 from collections.abc import (
     Callable,
     Collection,
-    Hashable,
     Iterable,
     Iterator,
     Mapping,
@@ -35,7 +33,6 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen
@@ -45,7 +42,7 @@ from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
 from qkeel.capture.readers import unobserved
 from qkeel.errors import RefusedError, caution
 from qkeel.functional.norms import wide
-from qkeel.patching.autograd import inputs_of, nodes_of, variable_of
+from qkeel.patching.autograd import nodes_of
 from qkeel.patching.modes import (
     CollectiveMode,
     modules_of,
@@ -63,7 +60,8 @@ Logits = list[Tensor]
 RowsOfHeads = tuple[HeadSlice, Sequence[int] | None]
 # Enough rows of logits to see whether a head changes.
 _ROWS = 32
-_MOST_OPERATIONS = 400
+# By which rows of queries and of keys are multiplied.
+_BASES = (4.0, 3.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,11 +78,17 @@ class CannotRerunError(Exception):
 
 @final
 class Verification:
-    """Verifies the sites of one pass of a model, or of parts of it that run alone. Of sites that are alike, the first
-    is verified fully, and of the others a single run shows that their rows act in the same way."""
+    """Verifies the sites of parts of a model that run alone.
+
+    Attributes:
+        is_proportional: of each site that reruns have confirmed, by name, whether its logits are proportional to the
+            rows of q and of k, without a constant part.
+    """
 
     def __init__(self) -> None:
-        self._verified: list[VerifiedModule] = []
+        self.is_proportional: dict[str, bool] = {}
+        # With the reason why their logits do not scale, or "".
+        self._confirmed: list[tuple[AttentionSite, str]] = []
         self._by_gradients: dict[str, str] = {}
 
     def site(
@@ -126,72 +130,24 @@ class Verification:
                 # Changed rows would reach the logits in two ways, by which every head moves.
                 raise CannotRerunError("one weight is used twice on the way to a logit")
         weights = ChangedWeights(model, site)
-        frame = next(_frames(calls, weights.parameters), None)
-        kind = None if frame is None else ModuleKind.of(site, calls[0].captured, frame)
-        for verified in self._verified:
-            if frame is None or kind is None:
-                break
-            # The same weights in a second call, which the first call's result would reach as well.
-            is_same = verified.module is frame.module
-            if is_same and verified.kind.weights == kind.weights:
-                return "", verified.unscaled
-            if verified.kind.is_same(kind) and self._is_alike(
-                verified, site, frame, calls, readers, weights
-            ):
-                verified.module = frame.module
-                return "", verified.unscaled
+        for other, unscaled in self._confirmed:
+            # A second call with the same weights, which the first call's result would reach as well.
+            if other.module is site.module and has_same_rows(other, site):
+                return "", unscaled
         rerun = smallest_rerun(site, calls, readers, weights)
         unscaled = ""
         # Whether each side has a single weight, all of which has then been changed.
         is_simple = len(site.query) + len(site.key) == 2
         if not (rerun.is_proportional and is_simple):
             with rerun.opened():
-                experiment = _Experiment(site, weights, rerun)
+                experiment = Experiment(site, weights, rerun)
                 doubt = experiment.doubt_heads() or experiment.doubt_unknown_weights()
                 if doubt:
                     return doubt, ""
                 unscaled = experiment.disproportion()
-        if frame is not None and kind is not None and rerun.frame is frame:
-            self._verified.append(
-                VerifiedModule(
-                    module=frame.module,
-                    kind=kind,
-                    unscaled=unscaled,
-                    is_proportional=rerun.is_proportional,
-                )
-            )
+        self._confirmed.append((site, unscaled))
+        self.is_proportional[site.name] = rerun.is_proportional
         return "", unscaled
-
-    def _is_alike(
-        self,
-        verified: VerifiedModule,
-        site: AttentionSite,
-        frame: ModuleCall,
-        calls: Sequence[RecordedCall],
-        readers: Sequence[LogitReader],
-        weights: ChangedWeights,
-    ) -> bool:
-        """True if one run of a module shows that its rows act as those of a verified module of its kind. If not, it has
-        to be verified itself."""
-        verified.alike += 1
-        try:
-            rerun = Rerun(
-                site,
-                frame,
-                calls,
-                readers,
-                weights.parameters,
-            )
-            with rerun.opened():
-                rerun.base = [reader.recorded for reader in readers]
-                if weights.filled():
-                    rerun.base = rerun.logits(weights.filled())
-                experiment = _Experiment(site, weights, rerun)
-                if verified.is_proportional:
-                    return experiment.is_proportional()
-                return experiment.moves_thirds(verified.alike)
-        except Exception:
-            return False
 
     def tell(self) -> None:
         """Says once which sites were verified by gradients alone."""
@@ -203,114 +159,15 @@ class Verification:
             )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ModuleKind:
-    """What says whether two modules would show the same in a verification.
-
-    Attributes:
-        weights: the numbers of heads, and the rows of weights by their names in the module.
-        operations: the function of the attention call, and the operations that lead from the weights to its logits.
-        settings: the switches, sizes and names among the attributes of the module and its submodules.
-        numbers: the numbers in the module's name.
-    """
-
-    weights: Hashable
-    operations: Hashable
-    settings: tuple[tuple[object, object], ...]
-    numbers: frozenset[object]
-
-    @classmethod
-    def of(
-        cls, site: AttentionSite, captured: CapturedCall, frame: ModuleCall
-    ) -> ModuleKind:
-        """The kind of a module that made an attention call."""
-        prefix, call = f"{frame.name}." if frame.name else "", captured.call
-        rows = tuple(
-            (
-                s.parameter.removeprefix(prefix),
-                s.bias and s.bias.removeprefix(prefix),
-                (s.axis, s.index.shape, s.index.numpy().tobytes()),
-            )
-            for term in site.terms
-            for path in (term.query, term.key)
-            # The first slice once more, so that it shows where one path ends and the next begins.
-            for s in (*path, path[0])
+def has_same_rows(site: AttentionSite, other: AttentionSite) -> bool:
+    """True if two sites are computed from the same rows of the same weights."""
+    return all(
+        len(slices) == len(others)
+        and all(
+            a.parameter == b.parameter and a.same(b) for a, b in zip(slices, others)
         )
-        geometry = (site.n_heads, site.n_kv_heads, site.key_heads, site.normed)
-        results = [call.logits] if isinstance(call, ScoresCall) else [call.q, call.k]
-        operations = _operations(results, nodes_of(frame.inputs))
-        settings: list[tuple[object, object]] = []
-        for name, module in modules_of(frame.module).items():
-            settings.append((name, type(module)))
-            settings += (
-                pair
-                for pair in vars(module).items()
-                if isinstance(pair[1], (bool, int, str, type(None)))
-            )
-        return cls(
-            weights=(geometry, site.layout, rows),
-            operations=(captured.how, operations),
-            settings=tuple(settings),
-            numbers=frozenset(int(x) for x in frame.name.split(".") if x.isdigit()),
-        )
-
-    def is_same(self, other: ModuleKind) -> bool:
-        """True if the modules are alike, except that each may hold the number of its layer."""
-        return (
-            (self.weights, self.operations) == (other.weights, other.operations)
-            and len(self.settings) == len(other.settings)
-            and all(
-                a == b
-                or (a[0] == b[0] and a[1] in self.numbers and b[1] in other.numbers)
-                for a, b in zip(self.settings, other.settings)
-            )
-        )
-
-
-@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class VerifiedModule:
-    """A module that was verified in full.
-
-    Attributes:
-        module: the module, or the latest that is alike.
-        kind: its kind.
-        unscaled: why its logits do not scale with the rows of q or of k, or "".
-        is_proportional: whether its logits are proportional to the rows of q and of k, without a constant part.
-        alike: the number of other modules of its kind that have run since.
-    """
-
-    module: nn.Module
-    kind: ModuleKind
-    unscaled: str
-    is_proportional: bool
-    alike: int = 0
-
-
-def _operations(results: Sequence[Tensor], stops: set[Node]) -> tuple[str, ...]:
-    """The names of the operations, in the order of a search backwards, by which tensors were computed from parameters.
-    Those that lead to the inputs alone are left out, since inputs without gradients don't show them."""
-    users: dict[Node, list[Node]] = {}
-    parameters: list[Node] = []
-    queue = [x.grad_fn for x in results if x.grad_fn is not None]
-    users.update((node, []) for node in queue)
-    while queue and len(users) < _MOST_OPERATIONS:
-        node = queue.pop()
-        if variable_of(node) is not None:
-            parameters.append(node)
-        for above in inputs_of(node):
-            if above in stops:
-                continue
-            if above not in users:
-                users[above] = []
-                queue.append(above)
-            users[above].append(node)
-    of_parameters: set[Node] = set()
-    while parameters:
-        node = parameters.pop()
-        if node not in of_parameters:
-            of_parameters.add(node)
-            parameters += users[node]
-    return tuple(node.name() for node in users if node in of_parameters)
+        for slices, others in ((site.query, other.query), (site.key, other.key))
+    )
 
 
 # --- Running a module again
@@ -338,7 +195,7 @@ def smallest_rerun(
                 if weights.filled():
                     before = rerun.logits(weights.filled())
                 rerun.base = before
-                experiment = _Experiment(site, weights, rerun)
+                experiment = Experiment(site, weights, rerun)
                 rerun.is_proportional = experiment.is_proportional()
                 if rerun.is_proportional:
                     return rerun
@@ -414,7 +271,7 @@ class Rerun:
         self._watcher.key_heads = self._key_heads
         # Whether the opened module has run, and the calls of its run, as they are reported.
         self._has_run, self._reported = False, itertools.count()
-        self._calls: list[Seen] = []
+        self.calls: list[CapturedCall] = []
         self._to_end = False
 
     @contextmanager
@@ -460,7 +317,7 @@ class Rerun:
             return (inputs or {}).get(next(number), x).detach().clone()
 
         self._run(*self._given.changed(copied), weights)
-        return [reader(call) for reader, call in zip(self._readers, self._calls)]
+        return [reader(x.call) for reader, x in zip(self._readers, self.calls)]
 
     def inputs_of_heads(self, widths: Collection[int]) -> dict[int, Tensor]:
         """The inputs, with their numbers, from which q or k was computed in the model's pass.
@@ -504,7 +361,7 @@ class Rerun:
                     name: str = name,
                     module: nn.Module = module,
                 ) -> None:
-                    is_after = len(self._calls) == len(self._numbers)
+                    is_after = len(self.calls) == len(self._numbers)
                     if is_after and args and isinstance(args[0], Tensor):
                         inputs.setdefault(name, (module, args[0].detach().clone()))
 
@@ -517,19 +374,19 @@ class Rerun:
 
     def _note(self, captured: CapturedCall) -> None:
         if next(self._reported) in self._numbers:
-            self._calls.append(captured.call)
-        if len(self._calls) == len(self._numbers) and not self._to_end:
+            self.calls.append(captured)
+        if len(self.calls) == len(self._numbers) and not self._to_end:
             raise _EnoughError
 
     def _run(
         self, args: tuple[object, ...], kwargs: Mapping[str, object], weights: Weights
     ) -> None:
-        """Runs the opened module up to the site's last call, whose calls are then in `_calls`."""
+        """Runs the opened module up to the site's last call, whose calls are then in `calls`."""
         if self._has_run:
             self._undo()
             self._watcher.restart()
         self._has_run, self._reported = True, itertools.count()
-        self._calls = []
+        self.calls = []
         # Autocast keeps the cast of each weight, whatever the weight holds now.
         forget_casts()
         with self._given.as_given(), self._exchanged(weights):
@@ -542,7 +399,7 @@ class Rerun:
             finally:
                 take_off(self._watcher)
                 forget_casts()
-        if len(self._calls) < len(self._numbers):
+        if len(self.calls) < len(self._numbers):
             raise CannotRerunError(
                 "running their modules again made other attention calls"
             )
@@ -647,7 +504,7 @@ def _by_head(logits: Logits, others: Logits | None = None) -> Tensor:
 
 
 @final
-class _Experiment:
+class Experiment:
     """Compares the logits of a site after changes of its weights and inputs."""
 
     def __init__(
@@ -677,13 +534,9 @@ class _Experiment:
         weights: Weights = self._weights.filled()
         factors = torch.ones(site.n_heads)
         least = math.inf
-        for base, slices in zip((4.0, 3.0), sides):
-            n = min(s.n for s in slices)
-            if any(s.n > n for s in slices):
-                # Parts of a head that have rows of their own, and parts that all heads share.
-                n = 1
-            # Large numbers, so that a bound or a quantisation step between rows and logits shows.
-            numbers = 4 * base ** (torch.arange(1.0, n + 1) / n)
+        for base, slices in zip(_BASES, sides):
+            numbers = _multipliers(slices, base)
+            n = len(numbers)
             least = min(least, abs(base ** (1 / n) - 1))
             for s in slices:
                 by_head = numbers.expand(s.n) if n == 1 else numbers
@@ -699,6 +552,25 @@ class _Experiment:
         limit = 4 * self._relative * _largest(expected)
         is_clear = bool((_by_head(expected) * least > 4 * limit).all())
         return is_clear and _largest(expected, after) <= limit
+
+    def multiplies_queries(self, before: Sequence[CapturedCall]) -> bool:
+        """True if the run of `is_proportional` has multiplied q by the numbers of the query's rows, which logits alone
+        don't tell from those of the key's. `before`: the calls with the weights as they are."""
+        lengths: list[Tensor] = []
+        for calls in (before, self._rerun.calls):
+            operands = [x.call.q for x in calls]
+            if any(q is None for q in operands):
+                return False
+            by_call = [
+                q.double().square().sum((0, 2, 3)).sqrt()
+                for q in operands
+                if q is not None
+            ]
+            lengths.append(torch.cat(by_call))
+        slices = unique_slices(term.query[-1] for term in self._site.terms)
+        numbers = _multipliers(slices, _BASES[0])
+        expected = lengths[0] * numbers[self._site.used(len(numbers))].to(lengths[0])
+        return torch.allclose(lengths[1], expected, rtol=1e-2)
 
     def moves_thirds(self, number: int) -> bool:
         """True if rotating the query rows of a third of the heads and the key rows of another third moves these heads
@@ -726,6 +598,12 @@ class _Experiment:
         """For each head, whether its logits change if rows are rotated."""
         after = self._rerun.logits(self._weights.rotated(chosen))
         return (_by_head(self._base, after) > self._rounding).tolist()
+
+    def keeps_size(self) -> bool:
+        """True if multiplying all rows of q by 4 does not multiply the logits, as where a norm follows."""
+        rows: list[RowsOfHeads] = [(s, None) for s in self._site.query]
+        after = self._rerun.logits(self._weights.multiplied(rows, 4.0))
+        return _largest(after) < 2 * _largest(self._base)
 
     def doubt_heads(self) -> str:
         """Rows that change the logits of heads other than their own, or of no head."""
@@ -823,6 +701,15 @@ class _Experiment:
                     "and keys"
                 )
         return ""
+
+
+def _multipliers(slices: Sequence[HeadSlice], base: float) -> Tensor:
+    """A number for each head of a side, or one for all where heads share a part of their rows."""
+    n = min(s.n for s in slices)
+    if any(s.n > n for s in slices):
+        n = 1
+    # Large numbers, so that a bound or a quantisation step between rows and logits shows.
+    return 4 * base ** (torch.arange(1.0, n + 1) / n)
 
 
 def _patterns(

@@ -13,10 +13,8 @@ from tests.kernels.harness import (
     check,
     check_gradients,
     check_rows,
-    gradients,
 )
 
-from qkeel import reference
 from qkeel.errors import RefusedError
 from qkeel.kernels.attention.compiled import Native
 from qkeel.kernels.statistics import stats_of_rows
@@ -128,51 +126,6 @@ def test_statistics_of_heads_are_those_of_rows_that_count_and_see_a_key():
             torch.testing.assert_close(stats.capped_max_logit, capped)
             mean = entropies / rows_used.sum((0, 2))
             torch.testing.assert_close(stats.entropy, mean)
-
-
-def test_a_row_with_all_its_weight_on_one_key_passes_nothing_to_q_and_k():
-    alone = AttentionSpec(position=SlidingWindow(window=1, inner=NoPosition()))
-    for dtype in DTYPES[:2]:
-        for case in (Case(t=1), Case(t=64, size=1e8), Case(t=14, spec=alone)):
-            call = case.call(dtype)
-            dq, dk, dv = gradients(call, NATIVE, torch.randn(call.q.shape).to(dtype))
-            assert not dq.any()
-            assert not dk.any()
-            assert dv.any()
-
-
-def test_rows_that_see_no_key_give_and_get_nothing():
-    mask = torch.ones(1, 1, 10, 10, dtype=torch.bool)
-    mask[..., 3:5, :], mask[..., 7] = False, False
-    q, k, v = (torch.randn(2, n, 10, 16) for n in (4, 2, 2))
-    for call in (
-        Case(t=60, s=20, widths=(16, 16)).call(torch.float32),
-        make_call(AttentionSpec(), q, k, v, causal=False, mask=mask),
-        make_call(AttentionSpec(), q, k, v, mask=torch.zeros_like(mask)),
-    ):
-        out, rows = NATIVE.with_rows(call)
-        empty = rows.lse == -torch.inf
-        hidden = reference.attend_call(call).logits == -torch.inf
-        assert torch.equal(empty, hidden.all(-1))
-        assert not out[empty].any()
-        assert not rows.entropy[empty].any()
-        assert (rows.largest[empty] == -torch.inf).all()
-        above = torch.randn(out.shape)
-        before = gradients(call, NATIVE, above)
-        assert not before[0][empty].any()
-        unseen = hidden.all(2).unflatten(1, (2, -1)).all(2)
-        assert not any(x[unseen].any() for x in before[1:])
-        above[empty] = 1e30  # a gradient for a row that sees nothing reaches nobody
-        assert all(map(torch.equal, before, gradients(call, NATIVE, above)))
-
-
-def test_nan_in_a_visible_key_shows_and_in_a_later_one_does_not():
-    q, k, v = (torch.randn(1, 1, 60, 8) for _ in range(3))
-    k[0, 0, 50, 3] = torch.nan
-    out, lse, _, entropy = OPS.attention(q, k, v, None, None, 1.0, True, 0, 0.0, True)
-    for x in (out[0, 0, :, 0], lse[0, 0], entropy[0, 0]):
-        assert x[50:].isnan().all()
-        assert x[:50].isfinite().all()
 
 
 def test_what_it_cannot_do_is_refused_with_the_reason(

@@ -127,6 +127,11 @@ def test_drawn_calls_have_the_numbers_of_float64(seeds):
             check(with_query_mask(call, counted), f"seed {seed}, queries left out")
 
 
+def test_tiles_that_every_row_sees_whole_have_the_numbers_of_float64():
+    for t, s, causal in ((7, 130, False), (20, 140, True)):
+        check(call_of(AttentionSpec(), t, s, causal=causal), f"{t} of {s}")
+
+
 @pytest.mark.parametrize("kind", one_in(BROKEN, 2))
 def test_what_is_not_finite_shows_in_its_head_alone(kind):
     broken = [head in BROKEN[kind] for head in range(4)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import glob
 import math
 import os
 import re
@@ -36,7 +35,6 @@ from qkeel.records.file_formats import write_json
 from qkeel.remedies.apply import active_remedies
 from qkeel.remedies.head_norms import HeadNorm
 from qkeel.safetensors_io import DTYPES, INDEX, PICKLES, TensorReader, open_checkpoint
-from qkeel.spec import RMSNorm
 
 # Target architectures in transformers: the tensors to rename or add, and the config.
 
@@ -261,19 +259,14 @@ class Conversion:
                     f"a gain of {heads * d} numbers; use qk_norm:over=layer,gain=head_dim"
                 )
             return gain.reshape(-1)
-        if tuple(gain.shape) not in ((d,), (), (1,), (heads, 1), (heads, d)):
+        fits = tuple(gain.shape) in ((d,), (), (1,), (heads, 1), (heads, d))
+        of_heads = gain.expand(heads, d) if fits else gain
+        if not fits or not torch.equal(of_heads, of_heads[:1].expand_as(of_heads)):
             raise RefusedError(
-                f"{name} has shape {tuple(gain.shape)}, but {self.to} has one gain of {d} numbers for all heads; use "
-                "qk_norm:gain=dim"
+                f"{name} of shape {tuple(gain.shape)} is not one gain of {d} numbers for all heads, which {self.to} "
+                "has; use qk_norm:gain=dim"
             )
-        if gain.ndim == 2:
-            if not torch.equal(gain, gain[:1].expand_as(gain)):
-                raise RefusedError(
-                    f"{name} differs from head to head, but {self.to} has one gain for all heads; retrofit with "
-                    "gain=dim"
-                )
-            gain = gain[0]
-        gain = gain.expand(d)
+        gain = of_heads[0]
         if not self.shape.one_plus:
             return gain
         # Gemma multiplies by 1 + w.
@@ -350,7 +343,7 @@ class Conversion:
 SHARD = 5_000_000_000
 _ASSUMED = (
     "the checkpoint does not say which norms q and k have: they are taken as RMS norms with eps {:g}, rms_norm_eps of "
-    "config.json, as qkeel.retrofit inserts them. qkeel.apply(model, 'qk_norm') inserts them with eps {:g}: then give "
+    "config.json, as qkeel.retrofit inserts them. qkeel.apply(model, 'qk_norm') inserts them with eps 1e-06: then give "
     "norm_eps (--norm-eps), or qkeel.export the model itself, whose norms are read"
 )
 _WEIGHTS = (".safetensors", ".index.json", ".py", ".gguf", ".h5", ".msgpack", *PICKLES)
@@ -409,7 +402,7 @@ def convert(
     conversion = Conversion(architecture, opened.config, {*loaders}, norm_eps)
     if norm_eps is None:
         # A checkpoint holds the gains of its norms, and nothing else of them.
-        caution(_ASSUMED.format(conversion.eps, RMSNorm().eps))
+        caution(_ASSUMED.format(conversion.eps))
     with _new_folder(Path(path)) as folder:
         for file in source.iterdir():
             is_weight = file.name.endswith(_WEIGHTS) or file.name.startswith(".")
@@ -541,23 +534,17 @@ def _write(folder: Path, conversion: Conversion, loaders: Loaders) -> None:
         except SafetensorError as error:
             # A full disk, which safetensors does not report as an OSError.
             raise OSError(str(error)) from error
-        # On disk before the folder gets its name.
-        with open(file, "rb") as written:
-            os.fsync(written.fileno())
         shards.append({name: x.nbytes for name, x in shard.items()})
         shard.clear()
 
     # One file's tensors are in memory at a time.
     for name, load in loaders.items():
-        tensors = conversion.converted(name, load())
-        if (
-            shard
-            and sum(x.nbytes for x in (*shard.values(), *tensors.values())) > SHARD
-        ):
-            flush()
-        shard |= tensors
-    if shard:
-        flush()
+        for new, tensor in conversion.converted(name, load()).items():
+            size = sum(x.nbytes for x in shard.values())
+            if shard and size + tensor.nbytes > SHARD:
+                flush()
+            shard[new] = tensor
+    flush()
     names = {
         name: f"model-{i:05}.safetensors"
         for i, sizes in enumerate(shards, 1)
@@ -586,9 +573,6 @@ def _new_folder(out: Path) -> Iterator[Path]:
     )
     with reported(f"cannot write {out}", advice):
         out.parent.mkdir(parents=True, exist_ok=True)
-        # Of a call that was killed: as large as the checkpoint, and nobody sees it.
-        for leftover in out.parent.glob(f".{glob.escape(out.name)}.*.part"):
-            shutil.rmtree(leftover, ignore_errors=True)
         folder = Path(
             tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".part")
         )
