@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import Joint, later, scores
 from torch import nn
 
 from qkeel import AttentionSpec, attention_maps, preset
@@ -15,6 +16,7 @@ from qkeel.errors import (
 )
 from qkeel.nn import Attention
 from qkeel.reference import attend
+from qkeel.sites import weights as site_weights
 from qkeel.spec import ALiBi, Rope, Sigmoid, Sink, SlidingWindow
 
 ARCHITECTURES = [
@@ -102,31 +104,30 @@ def test_maps_of_a_spec_are_those_of_the_definition(name):
     torch.testing.assert_close(weights, expected.detach(), rtol=1e-5, atol=1e-6)
 
 
-class ByHand(nn.Module):
-    """Attention written by hand, all heads at once or one by one, with a learned sink (gpt-oss)."""
+class ByHand(Joint):
+    """Attention written by hand, all heads at once with a learned sink (gpt-oss), or one by one."""
 
     def __init__(self, *, one_by_one):
-        super().__init__()
-        self.qkv = nn.Linear(8, 24, bias=False)
+        super().__init__(None, bias=False)
         self.sink = nn.Parameter(torch.tensor([0.5, -0.5]))
         self.one_by_one = one_by_one
-        self.weights = torch.empty(0)
 
     def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        q, k, v = self.heads(x)
         if self.one_by_one:
-            weights = []
-            for i in range(2):
-                scores = (q[:, i] @ k[:, i].mT / 2).masked_fill(hidden, -torch.inf)
-                weights.append(scores.softmax(-1))
+            heads = zip(q.unbind(1), k.unbind(1), v.unbind(1))
+            weights, outputs = zip(*(self.head(*parts) for parts in heads))
             self.weights = torch.stack(weights, 1)
-            outputs = [w @ v[:, i] for i, w in enumerate(weights)]
             return torch.stack(outputs, 1)
-        scores = (q @ k.mT / 2).masked_fill(hidden, -torch.inf)
-        sinks = self.sink.view(1, 2, 1, 1).expand(len(x), 2, x.shape[1], 1)
-        self.weights = F.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
+        z = scores(q, k).masked_fill(later(q, k), -torch.inf)
+        sinks = self.sink.view(1, 2, 1, 1).expand(len(q), 2, q.shape[2], 1)
+        self.weights = F.softmax(torch.cat([z, sinks], -1), -1)[..., :-1]
         return self.weights @ v
+
+    def head(self, q, k, v):
+        z = (q @ k.mT / 2).masked_fill(later(q, k), -torch.inf)
+        weights = z.softmax(-1)
+        return weights, weights @ v
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
@@ -152,7 +153,7 @@ def test_weights_are_computed_in_blocks_of_rows(
 ):
     model, x = Attention(16, 4), torch.randn(1, 9, 16)
     whole = attention_maps(model, x)[""]
-    monkeypatch.setattr(maps, "BLOCK", 2 * 4 * 9)  # two rows
+    monkeypatch.setattr(site_weights, "BLOCK", 2 * 4 * 9)  # two rows
     torch.testing.assert_close(attention_maps(model, x)[""], whole)
 
 

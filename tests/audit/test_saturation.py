@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import Joint, later
 from torch import Tensor, nn
 
 import qkeel
@@ -15,35 +16,33 @@ from qkeel.metrics import Status
 WIDTH, HEADS = 64, 4
 
 
-class Attention(nn.Module):
-    """Heads [b h t d] that `logits` turns into scores, with a kernel or by hand; q and k are normed if asked."""
+class Scaled(Joint):
+    """Attention with a scale, with a kernel or by hand; q and k are normed if asked."""
 
     def __init__(self, scale, *, fused, head_dim, norm):
-        super().__init__()
-        width = HEADS * head_dim
-        self.qkv, self.o = nn.Linear(WIDTH, 3 * width), nn.Linear(width, WIDTH)
-        self.scale, self.fused, self.head_dim = scale, fused, head_dim
+        super().__init__(None, HEADS * head_dim, HEADS)
+        self.qkv = nn.Linear(WIDTH, sum(self.widths))
+        self.o = nn.Linear(HEADS * head_dim, WIDTH)
+        self.scale, self.fused = scale, fused
         self.q_norm = nn.RMSNorm(head_dim) if norm else nn.Identity()
         self.k_norm = nn.RMSNorm(head_dim) if norm else nn.Identity()
-        self.bias: Tensor | None = None
+        self.bias: Tensor | float = 0.0
 
     def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        q, k, t = self.q_norm(q), self.k_norm(k), x.shape[1]
-        mask = torch.zeros(t, t).masked_fill(
-            ~torch.ones(t, t, dtype=torch.bool).tril(), -torch.inf
-        )
-        bias = mask if self.bias is None else self.bias + mask
+        q, k, v = self.heads(x)
+        q, k = self.q_norm(q), self.k_norm(k)
+        mask = torch.zeros(later(q, k).shape).masked_fill(later(q, k), -torch.inf)
         if self.fused:
+            bias = self.bias + mask
             y = F.scaled_dot_product_attention(q, k, v, bias, scale=self.scale)
         else:
-            y = (q @ k.mT * self.scale + bias).softmax(-1) @ v
+            y = (q @ k.mT * self.scale + self.bias + mask).softmax(-1) @ v
         return self.o(y.transpose(1, 2).flatten(2))
 
 
 def model(scale, *, fused, head_dim=256, norm=True):
     layers = [
-        Attention(scale, fused=fused, head_dim=head_dim, norm=norm) for _ in range(2)
+        Scaled(scale, fused=fused, head_dim=head_dim, norm=norm) for _ in range(2)
     ]
     return nn.Sequential(*layers)
 

@@ -212,10 +212,8 @@ UNKNOWN = {
             "adapter beside it",
         )
         for leaf in (
-            "lora_A.weight",
             "lora_A.another.weight",
             "lora_B",
-            "lora_down.weight",
             "hada_w1_a",
         )
     },

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import Joint, scores
 from tests.quick import one_in
 from torch import nn
 
@@ -41,19 +42,19 @@ def chunks_of_four(t):
     return causal(t) | (chunk[:, None] == chunk)[None]
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Joint):
     def __init__(self, mask, *, fused):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        super().__init__(None, WIDTH, HEADS)
+        self.out = nn.Linear(WIDTH, WIDTH)
         self.mask, self.fused = mask, fused
 
     def forward(self, x):
-        q, k, v = split_heads(self.qkv(x))
+        q, k, v = self.heads(x)
         mask = self.mask(x.shape[1])
         if self.fused:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         else:
-            y = (q @ k.mT / 8**0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+            y = scores(q, k).masked_fill(~mask, -torch.inf).softmax(-1) @ v
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -200,27 +201,16 @@ def test_a_planted_leak_is_found_and_named_and_its_clean_twin_is_not_blamed(name
     assert all(torch.equal(state[key], x) for key, x in model.state_dict().items())
 
 
-def split_heads(x):
-    """q, k and v [3 b h t d] of a projection [b t 48]."""
-    return x.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-
-
-class Masked(nn.Module):
+class Masked(Joint):
     """Attention over tokens with a mask [b 1 t t] that is made of another argument."""
 
     def __init__(self, mask):
-        super().__init__()
-        self.embed, self.qkv = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 48)
-        self.mask = mask
+        super().__init__(None, WIDTH, HEADS)
+        self.embed, self.mask = nn.Embedding(VOCABULARY, WIDTH), mask
 
-    def forward(
-        self,
-        tokens,
-        position_ids=None,
-        attention_mask=None,
-    ):
+    def forward(self, tokens, position_ids=None, attention_mask=None):
         other = attention_mask if position_ids is None else position_ids
-        q, k, v = split_heads(self.qkv(self.embed(tokens)))
+        q, k, v = self.heads(self.embed(tokens))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(other))
         return y.transpose(1, 2).flatten(2)
 
@@ -297,24 +287,20 @@ def test_later_keys_are_beyond_a_window():
     ).healthy
 
 
-class SoftlyMasked(nn.Module):
+def softly_masked(mask, number):
     """Attention that hides pairs by a number that is added to their logits."""
 
-    def __init__(self, mask, number):
-        super().__init__()
-        self.qkv, self.mask, self.number = nn.Linear(WIDTH, 3 * WIDTH), mask, number
+    def attend(q, k, v):
+        added = number * ~mask(q.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=added.to(q.dtype))
 
-    def forward(self, x):
-        q, k, v = split_heads(self.qkv(x))
-        added = self.number * ~self.mask(x.shape[1])
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=added.to(x.dtype))
-        return y.transpose(1, 2).flatten(2)
+    return Joint(attend, WIDTH, HEADS)
 
 
 def test_a_mask_of_a_small_number_keeps_a_window_until_its_weights_move_something():
     tokens = torch.randint(VOCABULARY, (2, 12))
     for number, is_kept in ((-80.0, True), (-10.0, False)):
-        model = Model([SoftlyMasked(windowed(3), number)])
+        model = Model([softly_masked(windowed(3), number)])
         assert qkeel.check(model, tokens, sees=Window(3)).healthy is is_kept
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from tests.attention import Attention, Joint, scores
 from torch import Tensor, nn
 
 import qkeel
@@ -28,7 +29,6 @@ from .test_sees import (
     everything,
     inverted,
     packed,
-    split_heads,
 )
 
 
@@ -148,41 +148,29 @@ def test_padding_is_read_from_the_arguments(kwargs, padding):
     assert (None if keys is None else keys.tolist()) == padding
 
 
-class LowMask(nn.Module):
-    """Logits of about -20,000, and a mask of -10,000 that is above them."""
+def low_masked(number):
+    """Attention with logits of about -20,000, and a mask that may be above them."""
 
-    def __init__(self, number):
-        super().__init__()
-        self.qkv, self.number = nn.Linear(16, 48), number
+    def attend(q, k, v):
+        z = torch.where(causal(q.shape[2])[None], scores(q, k) - 2e4, number)
+        return z.softmax(-1) @ v
 
-    def forward(self, x):
-        q, k, v = split_heads(self.qkv(x))
-        scores = torch.where(
-            causal(x.shape[1])[None], q @ k.mT / 8**0.5 - 2e4, self.number
-        )
-        return scores.softmax(-1) @ v
+    return Joint(attend, 16)
 
 
 def test_weight_on_hidden_pairs_is_said():
     x = torch.randn(2, 6, 16)
-    status, sentence = answer(LowMask(-1e4), x)
+    status, sentence = answer(low_masked(-1e4), x)
     assert status is Status.NOT_HEALTHY
     assert "hidden pairs have weight" in sentence
-    assert "hidden" not in answer(LowMask(-torch.inf), x)[1]
+    assert "hidden" not in answer(low_masked(-torch.inf), x)[1]
 
 
-class EmptyRow(nn.Module):
+def with_an_empty_row(q, k, v):
     """A query of sample 1 sees no key: a softmax of -inf is NaN."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(16, 48)
-
-    def forward(self, x):
-        q, k, v = split_heads(self.qkv(x))
-        mask = causal(x.shape[1]).repeat(len(x), 1, 1)
-        mask[1, 2] = False
-        return (q @ k.mT).masked_fill(~mask[:, None], -torch.inf).softmax(-1) @ v
+    mask = causal(q.shape[2]).repeat(len(q), 1, 1)
+    mask[1, 2] = False
+    return scores(q, k).masked_fill(~mask[:, None], -torch.inf).softmax(-1) @ v
 
 
 @dataclasses.dataclass
@@ -190,16 +178,16 @@ class Output:
     hidden: Tensor
 
 
-class InADataclass(EmptyRow):
-    def forward(self, x):  # type: ignore[override]
+class InADataclass(Joint):
+    def forward(self, x):
         return Output(super().forward(x))
 
 
-@pytest.mark.parametrize("kind", [EmptyRow, InADataclass])
+@pytest.mark.parametrize("kind", [Joint, InADataclass])
 def test_a_row_that_sees_no_key_is_named_where_the_output_is_not_finite(
     kind,
 ):
-    status, sentence = answer(kind(), torch.randn(2, 6, 16))
+    status, sentence = answer(kind(with_an_empty_row, 16), torch.randn(2, 6, 16))
     assert status is Status.NOT_HEALTHY
     assert "sample 1, query 2 sees no key" in sentence
 
@@ -217,39 +205,25 @@ def test_some_rows_of_a_long_sequence_speak_for_all(most):
     assert seen_keys(name, calls, PackedTokens(), most).weight("later") > 0.5
 
 
-class WithMask(nn.Module):
+class WithMask(Attention):
     """Attention of two heads of 8 on the fused kernel, or written out, with a mask that is added."""
 
     def __init__(self, mask, *, is_fused):
-        super().__init__()
-        self.q, self.k = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        super().__init__(None, 16)
         self.mask, self.is_fused = mask, is_fused
+        self.double()
 
     def weights(self, x):
-        q, k = (y(x).unflatten(-1, (2, 8)).transpose(1, 2) for y in (self.q, self.k))
-        return q, k, (q @ k.mT / 8**0.5 + self.mask).softmax(-1)
+        q, k, _ = self.heads(x)
+        return (scores(q, k) + self.mask).softmax(-1).detach()
 
     def forward(self, x):
-        q, k, weights = self.weights(x)
+        q, k, v = self.heads(x)
         if self.is_fused:
             return nn.functional.scaled_dot_product_attention(
-                q, k, k, attn_mask=self.mask
+                q, k, v, attn_mask=self.mask
             )
-        return weights @ k
-
-
-@pytest.mark.parametrize("fill", [-100.0, -1e4])
-def test_a_number_in_a_fused_mask_that_logits_overtake_is_told_and_mapped(fill):
-    torch.manual_seed(0)
-    model, x = WithMask(torch.full((8, 8), fill).triu(1), is_fused=True).double(), X
-    model.mask = model.mask.double()
-    assert "hidden pairs" not in str(qkeel.check(model, x))
-    with torch.no_grad():
-        model.q.weight *= 3 * abs(fill)
-    assert "hidden pairs have weight" in str(qkeel.check(model, x))
-    torch.testing.assert_close(
-        qkeel.attention_maps(model, x)[""], model.weights(x)[2].detach()
-    )
+        return (scores(q, k) + self.mask).softmax(-1) @ v
 
 
 X = torch.randn(
@@ -257,14 +231,24 @@ X = torch.randn(
 )
 
 
+@pytest.mark.parametrize("fill", [-100.0, -1e4])
+def test_a_number_in_a_fused_mask_that_logits_overtake_is_told_and_mapped(fill):
+    torch.manual_seed(0)
+    mask = torch.full((8, 8), fill, dtype=torch.float64).triu(1)
+    model = WithMask(mask, is_fused=True)
+    assert "hidden pairs" not in str(qkeel.check(model, X))
+    with torch.no_grad():
+        model.q.weight *= 3 * abs(fill)
+    assert "hidden pairs have weight" in str(qkeel.check(model, X))
+    torch.testing.assert_close(qkeel.attention_maps(model, X)[""], model.weights(X))
+
+
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_numbers_without_a_key_above_them_are_no_broken_logits(is_fused):
     torch.manual_seed(0)
     of_head = torch.tensor([0.0, -500.0], dtype=torch.float64)[:, None, None]
-    model = WithMask(of_head, is_fused=is_fused).double()
+    model = WithMask(of_head, is_fused=is_fused)
     assert qkeel.check(model, X).status == "healthy"
-    torch.testing.assert_close(
-        qkeel.attention_maps(model, X)[""], model.weights(X)[2].detach()
-    )
+    torch.testing.assert_close(qkeel.attention_maps(model, X)[""], model.weights(X))
     model.mask = torch.full((1, 1, 1, 8), -1e4, dtype=torch.float64)
     assert str(qkeel.check(model, X)).startswith("not known")

@@ -3,12 +3,12 @@
 from qkeel.audit.attention_weights import Unknown
 from qkeel.audit.check import check
 from qkeel.audit.checkpoint_config import Geometry
+from qkeel.audit.contracts import Documents, Window
 from qkeel.audit.explain import explain
 from qkeel.audit.logit_bounds import SiteReport
 from qkeel.audit.maps import AttentionMaps, attention_maps
 from qkeel.audit.recipes import Explanation, NormRecipe, Rotation, SiteRecipe
 from qkeel.audit.scan import Scan, TensorReport, as_json, scan, table
-from qkeel.audit.sees import Documents, Window
 from qkeel.deprecation import earlier_name
 
 __all__ = [

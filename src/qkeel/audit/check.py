@@ -13,10 +13,11 @@ from torch import nn
 
 from qkeel.audit.checkpoint_config import Geometry
 from qkeel.audit.config_differences import call_differences
+from qkeel.audit.contracts import Contract
 from qkeel.audit.output_gates import GateMode, shut_gates
 from qkeel.audit.saturation import saturated_heads, saturation_line
 from qkeel.audit.scan import Scan, ScanProgress, outlier_heads, scan
-from qkeel.audit.sees import Contract, check_sees
+from qkeel.audit.sees import check_sees
 from qkeel.audit.visibility import (
     PackedTokens,
     SeenKeys,

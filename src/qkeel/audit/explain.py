@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Literal, final
 
 import torch
@@ -14,14 +13,13 @@ from qkeel.audit.config_differences import comparisons, differences
 from qkeel.audit.norm_evidence import (
     NormFit,
     fit_norm,
-    gain_candidates,
+    head_gains,
     rotation_of,
     unknown_norm,
 )
-from qkeel.audit.one_pass import OnePass, joined
+from qkeel.audit.one_pass import OnePass
 from qkeel.audit.output_gates import gate_text
 from qkeel.audit.recipes import Explanation, NormRecipe, SiteRecipe, compress
-from qkeel.audit.unused import unused_parameters
 from qkeel.audit.visibility import describe_visible, visible_pairs
 from qkeel.capture.calls import ScoresCall
 from qkeel.capture.example import Arguments, arguments, undisturbed
@@ -67,8 +65,7 @@ def explain(model: nn.Module, batch: object = None) -> Explanation:
     """
     model = unwrapped(model)
     args, kwargs = _last_batch(model) if batch is None else arguments(batch, "batch")
-    # Three passes, to find the sites, to look at them and to see which parameters matter: what the model stores in them
-    # is put back.
+    # Two passes, to find the sites and to look at them: what the model stores in them is put back.
     with undisturbed(model):
         sites, _ = found_sites(model, args, kwargs)
         foreign = [site for site in sites if not isinstance(site.module, SpecModule)]
@@ -77,13 +74,8 @@ def explain(model: nn.Module, batch: object = None) -> Explanation:
                 f"all attention in this {type(model).__name__} is qkeel's own and follows its spec; to see it, call "
                 "print(module.spec.explain()) on an attention module"
             )
-        trace = OnePass(model, foreign)
-        trace.run(args, kwargs)
-        unused = unused_parameters(model, args, kwargs, trace.scopes)
-        recipes = [
-            SiteEvidence(trace, site, unused.get(site.name, ())).recipe()
-            for site in foreign
-        ]
+        trace = OnePass(model, foreign, args, kwargs)
+        recipes = [SiteEvidence(trace, site).recipe() for site in foreign]
     compared = comparisons(model, recipes)
     return Explanation(
         model=type(model).__name__,
@@ -108,11 +100,8 @@ def _last_batch(model: nn.Module) -> Arguments:
 class SiteEvidence:
     """What one pass shows of one site: its q [b h t d], its k [b g s d] in float64, its logits and its mask."""
 
-    def __init__(
-        self, trace: OnePass, site: AttentionSite, unused: Sequence[str]
-    ) -> None:
-        """unused: the names of parameters around the site on which no output depends."""
-        self.trace, self.site, self.unused = trace, site, unused
+    def __init__(self, trace: OnePass, site: AttentionSite) -> None:
+        self.trace, self.site = trace, site
         self.calls = [captured.call for captured in trace.calls.get(site.name, [])]
         first = self.calls[0] if self.calls else None
         # Packed sequences share one batch entry, so that positions start again within it: nothing here tells where.
@@ -180,7 +169,7 @@ class SiteEvidence:
             # Without a rotation there is no order to speak of.
             order = "" if turn is None else fit.recipe.order
             norms.append(dataclasses.replace(fit.recipe, order=order))
-        for norm in self.trace.norms[site.name]:
+        for norm in self.trace.norms[site.name].values():
             title = f"{norm.name} ({type(norm.module).__name__})"
             if not norm.received:
                 idle.append(f"{title} is never called")
@@ -190,10 +179,11 @@ class SiteEvidence:
                     idle.append(
                         f"{title} is called on {letter}, and its result is not used"
                     )
-        called = {norm.name for norm in self.trace.norms[site.name]}
-        for name in self.unused:
+        for name in self.trace.unused.get(site.name, ()):
             # Norms are named above.
-            if not any(f".{norm}." in f".{name}" for norm in called):
+            if not any(
+                f".{norm}." in f".{name}" for norm in self.trace.norms[site.name]
+            ):
                 idle.append(f"{name} has no effect: no output depends on it")
         repeats = self._repeats()
         if repeats > 1:
@@ -265,21 +255,15 @@ class SiteEvidence:
         arrived = self.arrived[letter][0]
         reason = "the output of its projection was not seen as a product with the stored weight"
         fit = unknown_norm(arrived, reason)
-        scope, module = self.trace.scopes[self.site.name]
-        weights = {
-            weight_slice.parameter
-            for weight_slice in (*self.site.query, *self.site.key)
-        }
-        parameters = {
-            name: p
-            for name, p in module.named_parameters()
-            if joined(scope, name) not in weights
-        }
-        norms = self.trace.norms[self.site.name]
+        gains = self.site.query_gains if letter == "q" else self.site.key_gains
+        scope, norms = (
+            self.trace.scopes[self.site.name][0],
+            self.trace.norms[self.site.name],
+        )
         for projected in readings:
-            candidates = gain_candidates(parameters, norms, projected)
+            of_heads = head_gains(gains, self.trace.model, scope, norms, projected)
             fit = fit_norm(
-                projected[0], arrived, candidates, self.tolerance, self.rounding
+                projected[0], arrived, of_heads, self.tolerance, self.rounding
             )
             if not math.isinf(fit.error):
                 break

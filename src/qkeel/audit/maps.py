@@ -9,14 +9,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from qkeel.capture.calls import Seen
 from qkeel.errors import InvalidTypeError, InvalidValueError, needed, unknown
 from qkeel.sites.weights import (
-    BLOCK,
     Weights,
-    block_weights,
+    blocks_of_weights,
     captured_calls,
-    runs_of_rows,
     weights_shape,
 )
 
@@ -156,9 +153,13 @@ def attention_maps(
             f"expected at most {LIMIT:,} weights ({LIMIT * 4 >> 30} GiB), got {total:,}: choose layers=, heads= or "
             "rows=, or give a shorter batch"
         )
-    with torch.no_grad():
-        for layer in maps.heads:
-            maps[layer] = _weights(calls[layer], maps.heads[layer], maps.rows[layer])
+    for layer, of_heads in maps.heads.items():
+        b, _, _, s = weights_shape(calls[layer])
+        # Nothing to join where no row is wanted.
+        blocks = [torch.zeros(b, len(of_heads), 0, s)]
+        for _, weights in blocks_of_weights(calls[layer], rows=maps.rows[layer]):
+            blocks.append(weights[:, list(of_heads)])
+        maps[layer] = torch.cat(blocks[1:] or blocks, 2)
     return maps
 
 
@@ -174,23 +175,3 @@ def _numbers(
                 f"expected a {kind} from 0 to {size - 1} in {layer!r}, got {number}"
             )
     return tuple([number % size for number in wanted])
-
-
-def _weights(
-    calls: Sequence[Seen], heads: tuple[int, ...], rows: tuple[int, ...]
-) -> Weights:
-    """The weights of some heads and rows of a site, a block of rows at a time."""
-    b, h, _, s = weights_shape(calls)
-    device = calls[0].query_device
-    index = torch.tensor(heads, device=device)
-    # Nothing to join where no row is wanted.
-    blocks = [torch.zeros(b, len(heads), 0, s, device=device)]
-    # Under autocast the logits would be rounded to half precision.
-    with torch.autocast(device.type, enabled=False):
-        for block in runs_of_rows(rows, max(1, BLOCK // max(1, b * h * s))):
-            parts = [
-                block_weights(call, block).expand(b, h // len(calls), -1, s)
-                for call in calls
-            ]
-            blocks.append(torch.cat(parts, 1)[:, index])
-    return torch.cat(blocks[1:] or blocks, 2)

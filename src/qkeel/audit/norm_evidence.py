@@ -1,8 +1,9 @@
 """Which norm and which rotation turn the outputs of a projection into the queries or keys that attention received.
 
-A rotation keeps the length of a head's vector, so a norm shows in lengths alone: without one, ‖q‖ is proportional to
-‖p‖ at every token, and with an RMS norm before the rotation, ‖q‖ = ‖g ∘ p/rms(p)‖, which has no free number. Where the
-norm is known, the rotation is the angle between what it outputs and q.
+The search for the site has found the gain of a norm in the graph, and lengths confirm it, as a rotation keeps the length
+of a head's vector: without a norm, ‖q‖ is proportional to ‖p‖ at every token, and with an RMS norm before the rotation,
+‖q‖ = ‖g ∘ p/rms(p)‖, which has no free number. Where the norm is known, the rotation is the angle between what it
+outputs and q.
 
 Shapes: n heads, t tokens, d dimensions of a head.
 """
@@ -10,17 +11,16 @@ Shapes: n heads, t tokens, d dimensions of a head.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkeel.audit.one_pass import NormModule
 from qkeel.audit.recipes import NormRecipe, Rotation
+from qkeel.sites.site import NormGain
 
 EITHER_ORDER = "before or after RoPE (equivalent without a gain per dim)"
 # Tried where no module says its eps.
@@ -29,19 +29,17 @@ _EPS = (0.0, 1e-8, 1e-6, 1e-5, 1e-3)
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GainCandidate:
-    """Parameters near a site that may be the gain (and bias) of its norm, as [n d], [n 1], [1 d] or [1 1].
+class HeadGains:
+    """The gain of each head's norm, with the 1 of 1 + w, and its bias, as [n 1 d], [n 1 1], [1 1 d] or [1 1 1].
 
-    `is_called` says whether their module was called on this projection, and `sees_rotated` whether it was called after
-    the rotation; None where no module shows it.
+    `recipe` describes them. `sees_rotated` says whether their module was called after the rotation, and `eps` is the
+    module's; None where no module shows it.
     """
 
-    names: tuple[str, ...]
-    shape: str
+    recipe: NormRecipe
     gain: Tensor
-    bias: Tensor | None = None
+    bias: Tensor | float = 0.0
     eps: float | None = None
-    is_called: bool = False
     sees_rotated: bool | None = None
 
 
@@ -56,123 +54,102 @@ class NormFit:
     after: Tensor
 
 
-def gain_candidates(
-    parameters: Mapping[str, Tensor], norms: Sequence[NormModule], projected: Tensor
-) -> list[GainCandidate]:
-    """Returns the parameters near a site that may be the gain of a norm of the projection [b n t d], each as g and as
-    1 + g, those whose module was called on the projection first."""
+def head_gains(
+    gains: Sequence[NormGain],
+    model: nn.Module,
+    scope: str,
+    norms: Mapping[str, NormModule],
+    projected: Tensor,
+) -> HeadGains | None:
+    """Returns the gains of a projection [b n t d]; None if its norms have none, or not as many numbers for each head.
+
+    Args:
+        gains: the norms that the search has found behind the projection: one, or one for each head.
+        model: the model.
+        scope: the name of the module around the site, without which the recipe names parameters.
+        norms: the modules of norms in there, by name.
+        projected: what the projection outputs.
+    """
     _, heads, _, size = projected.shape
-    # As many heads as dimensions leave open which of them a gain belongs to: both are tried.
-    shapes: dict[int, dict[tuple[int, int], str]] = {}
-    for shape, rows, columns in (
-        ("scalar", 1, 1),
-        ("per dim", 1, size),
-        ("per head", heads, 1),
-        ("per head and dim", heads, size),
-    ):
-        shapes.setdefault(rows * columns, {}).setdefault((rows, columns), shape)
-    families: dict[str, list[str]] = {}
-    for name, p in parameters.items():
-        if p.numel() in shapes and not (name.endswith("bias") or p.is_meta):
-            # A ModuleList with one norm for each head is one gain.
-            is_of_head = p.numel() == size and heads > 1
-            family = re.sub(r"\.\d+\.", ".#.", name) if is_of_head else name
-            families.setdefault(family, []).append(name)
-    modules = {norm.name: norm for norm in norms}
-    candidates = []
-    for names in families.values():
-        for group in [names] if len(names) == heads else [[name] for name in names]:
-            gain = torch.cat([parameters[name].detach().flatten() for name in group])
-            bias = None
-            biases = [name.removesuffix("weight") + "bias" for name in group]
-            if all(name in parameters for name in biases):
-                bias = torch.cat([parameters[name].detach() for name in biases])
-                bias = bias.double().cpu()
-                group = [*group, *biases]
-            module = modules.get(group[0].rpartition(".")[0])
-            is_called, sees_rotated = (
-                (False, None) if module is None else module.called_on(projected)
-            )
-            for (view, shape), (offset, suffix) in itertools.product(
-                shapes[gain.numel()].items(), ((0.0, ""), (1.0, ", 1 + w"))
-            ):
-                value = f" {float(gain) + offset:.4g}" if shape == "scalar" else ""
-                candidates.append(
-                    GainCandidate(
-                        names=tuple(group),
-                        shape=f"{shape}{value}{suffix}",
-                        gain=gain.double().cpu().view(view) + offset,
-                        bias=None if bias is None else bias.view(view),
-                        eps=None if module is None else module.eps,
-                        is_called=is_called,
-                        sees_rotated=sees_rotated,
-                    )
-                )
-    return sorted(candidates, key=lambda candidate: not candidate.is_called)
-
-
-def standardized(projected: Tensor, kind: str, over: str, eps: float) -> Tensor:
-    """Returns x / √(mean x² + ε) of each head, or of all heads together; a layer norm first subtracts the mean."""
-    dims = (0, 2) if over == "layer" else (2,)
-    x = projected - projected.mean(dims, keepdim=True) if kind == "layer" else projected
-    return x / (x.square().mean(dims, keepdim=True) + eps).sqrt()
+    rows, biases = list[Tensor](), list[Tensor]()
+    names, bias_names = list[str](), list[str]()
+    for norm in sorted(gains, key=lambda norm: norm.heads):
+        for name, index, entries, used in (
+            (norm.parameter, norm.index, rows, names),
+            (norm.bias, norm.bias_index, biases, bias_names),
+        ):
+            if name is not None and index is not None:
+                parameter = model.get_parameter(name).detach().double().cpu()
+                entries.append(parameter.flatten()[index])
+                used.append(name.removeprefix(f"{scope}."))
+    shapes = {
+        (heads, size): "per head and dim",
+        (heads, 1): "per head",
+        (1, size): "per dim",
+        (1, 1): "scalar",
+    }
+    if not rows or len({row.shape[1] for row in (*rows, *biases)}) > 1:
+        return None
+    offset, gain = gains[0].offset, torch.cat(rows)
+    shape = shapes.get((gain.shape[0], gain.shape[1]))
+    if shape is None:
+        return None
+    gain = gain[:, None] + offset
+    value = f" {float(gain):.4g}" if shape == "scalar" else ""
+    module = norms.get(names[0].rpartition(".")[0])
+    return HeadGains(
+        recipe=NormRecipe(
+            gain=f"{shape}{value}{', 1 + w' if offset else ''}",
+            bias=bool(biases),
+            parameters=(*names, *bias_names),
+        ),
+        gain=gain,
+        bias=torch.cat(biases)[:, None] if biases else 0.0,
+        eps=None if module is None else module.eps,
+        sees_rotated=None if module is None else module.called_on(projected)[1],
+    )
 
 
 def fit_norm(
     projected: Tensor,
     arrived: Tensor,
-    candidates: Sequence[GainCandidate],
+    gains: HeadGains | None,
     tolerance: float,
     rounding: float,
 ) -> NormFit:
     """Returns the norm between p and q, `projected` and `arrived` [n t d]; its kind is "unknown" if none explains q.
 
-    Gains whose module was called on the projection are tried first, then no gain, then all other parameters nearby:
-    numbers alone would take any parameter of ones for a gain. `tolerance` is the relative error at which vectors count
-    as equal, and `rounding` the eps of their dtype.
+    `tolerance` is the relative error at which vectors count as equal, and `rounding` the eps of their dtype.
     """
-    # The simplest answer first: whoever scales only fits any norm too, if all tokens have one length.
+    fits = [fit for fit in _norms(projected, arrived, gains) if fit.error <= tolerance]
     linear = _compared(projected, arrived, NormRecipe())
-    without_gain = list(_norms(projected, arrived, None))
     if linear.error <= tolerance:
-        if any(fit.error <= tolerance for fit in without_gain):
+        # Whoever scales only fits any norm too, if all tokens have one length.
+        if fits:
             reason = (
                 "all vectors of this batch have the same length; use tokens that differ"
             )
             return unknown_norm(arrived, reason)
         factor = linear.recipe.factor
-        return dataclasses.replace(
-            linear, recipe=NormRecipe(factor=1.0 if abs(factor - 1) < 1e-3 else factor)
-        )
-    n_called = sum(candidate.is_called for candidate in candidates)
-    gains = [*candidates[:n_called], None, *candidates[n_called:]]
+        recipe = NormRecipe(factor=1.0 if abs(factor - 1) < 1e-3 else factor)
+        return dataclasses.replace(linear, recipe=recipe)
+    for fit in fits:
+        # Under an even gain, an RMS and a layer norm give equal lengths: the right one leaves no more than a
+        # rotation. Lengths under a gain that varies before the rotation agree by no accident.
+        rotation = rotation_of(fit, tolerance, rounding)
+        is_conclusive = fit.recipe.order == "before RoPE" and "dim" in fit.recipe.gain
+        is_short = arrived.shape[1] < 3
+        if rotation is None or rotation.pairing or is_conclusive or is_short:
+            return fit
     reason = "its length follows neither its projection nor a norm of a head or layer"
-    for gain in gains:
-        for fit in without_gain if gain is None else _norms(projected, arrived, gain):
-            if fit.error > tolerance:
-                continue
-            # Under an even gain, an RMS and a layer norm give equal lengths: the right one leaves no more than a
-            # rotation. Lengths under a gain that varies before the rotation agree by no accident.
-            rotation = rotation_of(fit, tolerance, rounding)
-            is_conclusive = (
-                fit.recipe.order == "before RoPE" and "dim" in fit.recipe.gain
-            )
-            is_short = arrived.shape[1] < 3
-            if rotation is None or rotation.pairing or is_conclusive or is_short:
-                return fit
-            reason = "its length is that of a norm, but no rotation of its projection leads to it"
+    if fits:
+        reason = "its length is that of a norm, but no rotation of its projection leads to it"
     return unknown_norm(arrived, reason)
 
 
 def unknown_norm(arrived: Tensor, reason: str) -> NormFit:
     """Returns the answer for q that nothing explains."""
     recipe = NormRecipe(kind="unknown", why=reason)
-    # A mistake that runs without an error: a norm over the wrong axis, where the mean square of q is then 1.
-    for axis, dim in (("heads", 0), ("tokens", 1)):
-        squares = arrived.square().mean(dim)
-        if arrived.shape[dim] > 1 and bool(((squares - 1).abs() <= 1e-2).all()):
-            recipe = NormRecipe(kind="RMS", over=axis, gain="unknown")
-            break
     return NormFit(recipe=recipe, error=math.inf, before=arrived, after=arrived)
 
 
@@ -188,73 +165,69 @@ def _compared(before: Tensor, after: Tensor, recipe: NormRecipe) -> NormFit:
 
 
 def _norms(
-    projected: Tensor, arrived: Tensor, candidate: GainCandidate | None
+    projected: Tensor, arrived: Tensor, gains: HeadGains | None
 ) -> Iterator[NormFit]:
-    """Yields each kind of norm with this gain, at the eps and in the order with the rotation that fit best."""
-    stated = None if candidate is None else candidate.eps
+    """Yields each kind of norm with these gains, at the eps and in the order with the rotation that fit best."""
+    stated = None if gains is None else gains.eps
     for over in ("head", "layer") if len(projected) > 1 else ("head",):
         for kind in ("RMS", "layer"):
             fits: dict[float, NormFit] = {}
+            dims = (0, 2) if over == "layer" else (2,)
+            x = projected
+            if kind == "layer":
+                x = projected - projected.mean(dims, keepdim=True)
+            square = x.square().mean(dims, keepdim=True)
             for eps in _EPS if stated is None else (stated,):
-                vectors = standardized(projected, kind, over, eps)
                 recipe = NormRecipe(kind=kind, over=over, eps=eps)
-                orders = (
-                    [_without_gain(vectors, arrived, recipe)]
-                    if candidate is None
-                    else _with_gain(vectors, arrived, recipe, candidate)
-                )
+                orders = _orders(x / (square + eps).sqrt(), arrived, recipe, gains)
                 fits[eps] = min(orders, key=lambda fit: fit.error)
             best = min(fits.values(), key=lambda fit: fit.error)
             if stated is None and fits[0.0].error < 4 * best.error:
                 # Vectors much larger than eps do not show it.
-                best = dataclasses.replace(
-                    best, recipe=dataclasses.replace(best.recipe, eps=None)
-                )
+                recipe = dataclasses.replace(best.recipe, eps=None)
+                best = dataclasses.replace(best, recipe=recipe)
             yield best
 
 
-def _without_gain(vectors: Tensor, arrived: Tensor, recipe: NormRecipe) -> NormFit:
-    fit = _compared(vectors, arrived, recipe)
-    # An L2 norm is an RMS norm times 1/√d: a factor of that size tells it.
-    factor, unit = fit.recipe.factor, vectors.shape[-1] ** -0.5
-    is_rms = recipe.kind == "RMS"
-    is_l2 = is_rms and recipe.over == "head" and abs(factor / unit - 1) < 1e-3
-    recipe = dataclasses.replace(
-        recipe,
-        kind="L2" if is_l2 else recipe.kind,
-        gain="none" if is_l2 or abs(factor - 1) < 1e-3 else f"scalar {factor:.4g}",
-        order=EITHER_ORDER if is_rms else "order with RoPE unknown",
-    )
-    return dataclasses.replace(fit, recipe=recipe)
-
-
-def _with_gain(
-    vectors: Tensor, arrived: Tensor, recipe: NormRecipe, candidate: GainCandidate
+def _orders(
+    vectors: Tensor, arrived: Tensor, recipe: NormRecipe, gains: HeadGains | None
 ) -> Iterator[NormFit]:
     """Yields the norm before and after the rotation, as far as its module may have been called there."""
-    recipe = dataclasses.replace(
-        recipe,
-        gain=candidate.shape,
-        bias=candidate.bias is not None,
-        parameters=candidate.names,
-    )
-    gain, bias = candidate.gain[:, None], 0.0
-    if candidate.bias is not None:
-        bias = candidate.bias[:, None]
+    if gains is None:
+        fit = _compared(vectors, arrived, recipe)
+        # An L2 norm is an RMS norm times 1/√d: a factor of that size tells it.
+        factor, unit = fit.recipe.factor, vectors.shape[-1] ** -0.5
+        is_rms = recipe.kind == "RMS"
+        is_l2 = is_rms and recipe.over == "head" and abs(factor / unit - 1) < 1e-3
+        recipe = dataclasses.replace(
+            recipe,
+            kind="L2" if is_l2 else recipe.kind,
+            gain="none" if is_l2 or abs(factor - 1) < 1e-3 else f"scalar {factor:.4g}",
+            order=EITHER_ORDER if is_rms else "order with RoPE unknown",
+        )
+        yield dataclasses.replace(fit, recipe=recipe)
+        return
     # A gain per dimension does not commute with a rotation, so the two orders differ in lengths.
     for is_rotated, order in enumerate(("before RoPE", "after RoPE")):
-        if candidate.sees_rotated not in (None, bool(is_rotated)):
+        if gains.sees_rotated not in (None, bool(is_rotated)):
             continue
-        recipe = dataclasses.replace(recipe, order=order)
+        recipe = dataclasses.replace(
+            gains.recipe,
+            kind=recipe.kind,
+            over=recipe.over,
+            eps=recipe.eps,
+            order=order,
+        )
         fit = (
-            _compared(vectors, (arrived - bias) / gain, recipe)
+            _compared(vectors, (arrived - gains.bias) / gains.gain, recipe)
             if is_rotated
-            else _compared(vectors * gain + bias, arrived, recipe)
+            else _compared(vectors * gains.gain + gains.bias, arrived, recipe)
         )
         # A gain is taken as it is: only a factor of both sides of the rotation, as YaRN's, may be left.
-        factor = 1.0 if abs(fit.recipe.factor - 1) < 1e-3 else fit.recipe.factor
-        recipe = dataclasses.replace(recipe, factor=factor)
-        yield dataclasses.replace(fit, recipe=recipe)
+        if abs(fit.recipe.factor - 1) < 1e-3:
+            recipe = dataclasses.replace(fit.recipe, factor=1.0)
+            fit = dataclasses.replace(fit, recipe=recipe)
+        yield fit
 
 
 def rotation_of(fit: NormFit, tolerance: float, rounding: float) -> Rotation | None:

@@ -1,5 +1,5 @@
-"""One forward pass of a model: what the projections of q and k output, which norms were called, and every attention
-call."""
+"""One forward pass of a model: what the projections of q and k output, which norms were called, every attention call,
+and which parameters the output depends on."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from torch.overrides import TorchFunctionMode
 from qkeel.audit.output_gates import GateMode
 from qkeel.capture.example import copied
 from qkeel.capture.intercept import CapturedCall
-from qkeel.patching.autograd import base_of
+from qkeel.patching.autograd import base_of, inputs_of, variable_of
+from qkeel.patching.forward import extra_pass
+from qkeel.patching.modes import function_name
+from qkeel.patching.roles import tensors_within
 from qkeel.sites import AttentionSite, HeadSlice
-from qkeel.sites.run import forward
+from qkeel.sites.run import forward, spread
 from qkeel.sites.search import call_observer
 from qkeel.sites.trace import grouped
 
@@ -84,37 +87,44 @@ class _ProductMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if getattr(func, "__name__", "").strip("_") in _PRODUCTS:
-            operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-            named = {self._name(x): x for x in operands}
-            # A spectral norm multiplies its weight with a vector, which is no projection.
-            has_input = any(self._name(x) is None and x.ndim > 1 for x in operands)
-            for name, weight in named.items():
-                if name is not None and has_input:
-                    products = self.products.setdefault(name, [])
-                    products.append((weight, output.detach()))
+        if function_name(func) in _PRODUCTS:
+            for x in (*args, *kwargs.values()):
+                base = base_of(x) if isinstance(x, Tensor) else None
+                name = self.names.get(id(x if base is None else base))
+                if name is not None:
+                    self.products.setdefault(name, []).append((x, output.detach()))
         return output
-
-    def _name(self, x: Tensor) -> str | None:
-        base = base_of(x)
-        return self.names.get(id(x if base is None else base))
 
 
 @final
 class OnePass:
-    """What one forward pass shows of all sites."""
+    """What one forward pass shows of all sites.
 
-    def __init__(self, model: nn.Module, sites: Sequence[AttentionSite]) -> None:
+    Attributes:
+        calls: the first call of each site, or one call for each head if the heads are computed one by one.
+        scopes: the name and the module around each site.
+        norms: the modules of norms in there, by their names in it.
+        gates: by site, the mean of what a sigmoid made and the output of each head is multiplied by.
+        unused: by site, the names of parameters in there to which no path of autograd's graph leads from any output.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[AttentionSite],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> None:
         self.model, self.sites = model, sites
-        self.calls: dict[str, list[CapturedCall]] = {}
         self.scopes = {site.name: _scope(model, site) for site in sites if site.terms}
-        self.norms = {name: self._norms(name) for name in self.scopes}
-        self.products: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        # By site, the mean of what a sigmoid made and the output of each head is multiplied by.
-        self.gates: dict[str, Tensor] = {}
-
-    def run(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Runs the pass."""
+        self.norms = {
+            site: {
+                name: NormModule(name=name, module=child)
+                for name, child in module.named_modules()
+                if name and _is_norm(name, child)
+            }
+            for site, (_, module) in self.scopes.items()
+        }
         calls: dict[str, CapturedCall] = {}
         gates = GateMode()
 
@@ -123,41 +133,53 @@ class OnePass:
                 calls[captured.name] = captured
                 gates.captured(captured.name)
 
-        watcher = call_observer(self.model, self.sites, keep)
-        names = {id(p): name for name, p in self.model.named_parameters() if p.ndim > 1}
+        watcher = call_observer(model, sites, keep)
+        names = {id(p): name for name, p in model.named_parameters() if p.ndim > 1}
+        # A pass with a graph that one process makes alone would gather weights.
+        has_graph = not spread(model)
         with ExitStack() as undo:
             # A weight that a parametrization computes is computed once, here, so that it can be told by its identity.
             undo.enter_context(parametrize.cached())
             computed = []
-            for name, module in self.model.named_modules():
+            for name, module in model.named_modules():
                 for tensor in getattr(module, "parametrizations", {}):
-                    weight = getattr(module, tensor)
-                    computed.append(weight)
+                    computed.append(getattr(module, tensor))
                     stored = joined(name, f"parametrizations.{tensor}.original")
-                    names[id(weight)] = stored
-            for norm in itertools.chain(*self.norms.values()):
-                undo.callback(norm.module.register_forward_pre_hook(norm.note).remove)
+                    names[id(computed[-1])] = stored
+            for of_site in self.norms.values():
+                for norm in of_site.values():
+                    hook = norm.module.register_forward_pre_hook(norm.note)
+                    undo.callback(hook.remove)
             undo.enter_context(gates)
             mode = undo.enter_context(_ProductMode(names))
-            forward(
-                self.model, watcher, copied(args), copied(dict(kwargs)), graph=False
-            )
+            undo.enter_context(extra_pass(self))
+            args, kwargs = copied(args), copied(dict(kwargs))
+            output = forward(model, watcher, args, kwargs, graph=has_graph)
         self.products, self.gates = mode.products, gates.gates
         self.calls = {heads[0].name: heads for heads in grouped([*calls.values()])}
+        self.unused = self._unused(output) if has_graph else {}
 
-    def _norms(self, site: str) -> list[NormModule]:
-        """Returns modules near a site that hold only vectors, or are called a norm."""
-        return [
-            NormModule(name=name, module=child)
-            for name, child in self.scopes[site][1].named_modules()
-            if name
-            and "parametrizations" not in name
-            and not any(True for _ in child.children())
-            and (
-                {p.ndim for p in child.parameters()} == {1}
-                or "norm" in type(child).__name__.lower()
-            )
-        ]
+    def _unused(self, output: object) -> dict[str, list[str]]:
+        """A module none of whose parameters is reached says nothing: it may be frozen, or run in an autograd function of
+        the model's own."""
+        queue = [x.grad_fn for x in tensors_within(output) if x.grad_fn is not None]
+        visited, leaves = {*queue}, set[int]()
+        while queue:
+            node = queue.pop()
+            variable = variable_of(node)
+            if variable is not None:
+                leaves.add(id(variable))
+            for above in inputs_of(node):
+                if above not in visited:
+                    visited.add(above)
+                    queue.append(above)
+        unused: dict[str, list[str]] = {}
+        for site, (scope, module) in self.scopes.items():
+            trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+            names = [name for name, p in trained.items() if id(p) not in leaves]
+            if len(names) < len(trained):
+                unused[site] = [joined(scope, name) for name in names]
+        return unused
 
     def outputs(self, weight_slice: HeadSlice, batch: int, tokens: int) -> list[Tensor]:
         """Returns what a projection output for each head of the whole batch, [b n t r], in float64: once for outputs in
@@ -187,21 +209,26 @@ def joined(scope: str, name: str) -> str:
     return f"{scope}.{name}" if scope else name
 
 
+def _is_norm(name: str, module: nn.Module) -> bool:
+    """Whether a module near a site holds only vectors, or is called a norm."""
+    if "parametrizations" in name or any(True for _ in module.children()):
+        return False
+    has_vectors = {p.ndim for p in module.parameters()} == {1}
+    return has_vectors or "norm" in type(module).__name__.lower()
+
+
 def _scope(model: nn.Module, site: AttentionSite) -> tuple[str, nn.Module]:
     """Returns the innermost module around the site's own module and the projections of q and k, with its name."""
     paths = [site.name.split("#")[0].split(".")]
-    for weight_slice in ends(site):
-        owner = weight_slice.parameter.split(".parametrizations.")[0].split(".")[:-1]
-        module = model.get_submodule(".".join(owner))
-        names = {name for name, _ in module.named_parameters()}
-        # Else the module of raw parameters.
-        is_linear = names <= {"weight", "bias"}
-        paths.append(owner[:-1] if is_linear else owner)
+    for term in site.terms:
+        for weight_slice in (term.query[-1], term.key[-1]):
+            name = weight_slice.parameter.split(".parametrizations.")[0]
+            owner = name.split(".")[:-1]
+            module = model.get_submodule(".".join(owner))
+            names = {name for name, _ in module.named_parameters()}
+            # Else the module of raw parameters.
+            is_linear = names <= {"weight", "bias"}
+            paths.append(owner[:-1] if is_linear else owner)
     shared = itertools.takewhile(lambda words: len(set(words)) == 1, zip(*paths))
     name = ".".join(words[0] for words in shared)
     return name, model.get_submodule(name)
-
-
-def ends(site: AttentionSite) -> list[HeadSlice]:
-    """Returns the last projection of every path to q and to k."""
-    return [path[-1] for term in site.terms for path in (term.query, term.key)]

@@ -58,7 +58,7 @@ class NormRecipe:
     """
 
     kind: str = "none"  #: none, RMS, layer, L2 or unknown
-    over: str = ""  #: head, layer, or the unusual axes
+    over: str = ""  #: head or layer
     eps: float | None = None  #: None if unknown
     gain: str = "none"  #: none, scalar …, per dim, per head, per head and dim, unknown
     bias: bool = False  #: whether a bias follows the gain
@@ -80,7 +80,7 @@ class NormRecipe:
             return "no norm" + (
                 f", times {self.factor:.4g}" if self.factor != 1 else ""
             )
-        over = _AXES.get(self.over, f"{self.over} (an unusual axis)")
+        over = _AXES[self.over]
         eps = "eps unknown" if self.eps is None else f"eps {self.eps:.2g}"
         gain = "no gain" if self.gain == "none" else f"gain {self.gain}"
         gain += " and bias" if self.bias else ""
@@ -252,11 +252,10 @@ def compress(names: Sequence[str]) -> str:
     """Joins names that differ in one number: `a.0.b, a.1.b, a.3.b` becomes `a.{0-1,3}.b`."""
     families: dict[tuple[str, str], list[int]] = {}
     for name in names:
-        head, number, tail = re.fullmatch(r"(\D*)(\d*)(.*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
-        numbers = families.setdefault((head, tail), [])
-        numbers += [int(number)] if number else []
+        start, number, end = re.fullmatch(r"(\D*)(\d*)(.*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
+        families.setdefault((start, end), []).extend(map(int, number.split()))
     texts = []
-    for (head, tail), numbers in families.items():
+    for (start, end), numbers in families.items():
         runs: list[list[int]] = []
         for number in sorted(numbers):
             if runs and number == runs[-1][1] + 1:
@@ -265,5 +264,5 @@ def compress(names: Sequence[str]) -> str:
                 runs.append([number, number])
         text = ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in runs)
         text = f"{{{text}}}" if len(numbers) > 1 else text
-        texts.append(f"{head}{text}{tail}" or "(the model)")
+        texts.append(f"{start}{text}{end}" or "(the model)")
     return ", ".join(texts)

@@ -15,11 +15,11 @@ from contextlib import ExitStack, nullcontext
 from typing import Any, final
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor, nn
 
-from qkeel.audit.maps import attention_maps
-from qkeel.capture.calls import Seen
+from qkeel.audit.contracts import Contract, Documents, Window
+from qkeel.audit.visibility import read_visibility
 from qkeel.capture.example import (
     ForwardArguments,
     arguments,
@@ -32,8 +32,6 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, ShapeE
 from qkeel.metrics import Health, Status
 from qkeel.patching.forward import extra_pass, unwrapped
 from qkeel.patching.modes import Args, Kwargs
-from qkeel.sites.find import site_label
-from qkeel.sites.weights import blocks_of_weights, captured_calls
 
 # Positions at which a contract is tried, borders of documents apart.
 PLACES = 12
@@ -45,70 +43,13 @@ ROUNDINGS = 4
 LOW_PRECISION, MOST_WEIGHTS = (torch.bfloat16, torch.float16), 1 << 25
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Documents:
-    """A token sees the tokens of its own document, and of these, if `causal`, none after it.
-
-    Args:
-        ids: the number of each token's document, [b t] or [t] if the samples are packed alike. Tokens with a negative
-            number are padding, which may see and be seen by anything.
-        causal: whether later tokens are hidden too.
-
-    Example:
-        >>> Documents.from_positions(torch.tensor([[0, 1, 2, 0, 1]])).ids
-        tensor([[0, 0, 0, 1, 1]])
-    """
-
-    ids: Int[Tensor, "*b t"]
-    causal: bool = True
-
-    @classmethod
-    def from_positions(
-        cls, position_ids: Int[Tensor, "*b t"], *, causal: bool = True
-    ) -> Documents:
-        """Documents that begin wherever the positions do not continue, as in packed batches."""
-        starts = torch.ones_like(position_ids, dtype=torch.bool)
-        starts[..., 1:] = position_ids[..., 1:] != position_ids[..., :-1] + 1
-        return cls(starts.long().cumsum(-1) - 1, causal)
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class Window:
-    """In every attention layer, a token sees itself and the `size` - 1 tokens before it.
-
-    Layers in a row see further: an output may depend on (size - 1) · layers tokens before it. A contract of one layer
-    is therefore read from the weights of that layer, besides the change of tokens further away.
-
-    Args:
-        size: the number of tokens, at least 1.
-        layers: how many layers pass tokens on; by default the number of attention layers of the model.
-
-    >>> Window(128).size
-    128
-    """
-
-    size: int
-    layers: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise InvalidValueError(
-                f"expected a window of at least 1 token, got {self.size}"
-            )
-
-
-Contract = str | Documents | Window
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Trial:
     """Tokens to change and outputs that must not move, both [b t], and how a sentence calls the changed tokens."""
 
     changed: Bool[Tensor, "b t"]
     kept: Bool[Tensor, "b t"]
-    words: str
+    words: str = "the others"
 
 
 def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
@@ -125,21 +66,34 @@ def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
         contract: "causal", Documents or Window.
 
     Raises:
-        InvalidValueError: the contract is unknown, or the batch has fewer than two positions.
+        InvalidValueError: the contract is unknown, or the batch has fewer than two positions or different tokens.
         InvalidTypeError: the batch has no tokens to change.
     """
     args, kwargs = arguments(batch, "batch")
     passes = _Passes(model, args, kwargs)
+    words = "causal"
     layers = 0
-    if isinstance(contract, Window):
-        calls = captured_calls(model, batch)
-        layers = contract.layers or len(calls)
-        beyond = _beyond_window(calls, contract, type(passes.inner).__name__)
-        if beyond:
-            sentence = f"sees beyond its window of {contract.size}: {beyond}"
-            return _verdict(Status.NOT_HEALTHY, sentence)
+    if isinstance(contract, Documents):
+        words = f"its own document{', causal' if contract.causal else ''}"
+    elif isinstance(contract, Window):
+        words = f"a window of {contract.size}"
+        t = torch.arange(passes.length)
+        distance = t[:, None] - t
+        outside = ((distance >= contract.size) | (distance < 0))[None]
+        seen = read_visibility(model, batch, forbidden=outside)
+        layers = contract.layers or len(seen)
+        for layer in seen.values():
+            weight, head = layer.weights.get("forbidden", (0.0, 0))
+            # Under a rounding a weight moves nothing, such as that of a mask of -100.
+            if weight > torch.finfo(torch.float32).eps:
+                return _verdict(
+                    Status.NOT_HEALTHY,
+                    f"sees beyond its window of {contract.size}: {layer.layer}, head {head}, gives a weight of "
+                    f"{weight:.3g} to other keys",
+                )
     trials = list(_trials(contract, passes, layers))
-    # Two equal passes show the noise of the model itself, which no contract can ask it to be below.
+    # Two equal passes show the noise of the model itself, which no contract can ask it to be below: kernels that add in
+    # any order, and random numbers.
     first, second = passes.outputs(passes.tokens), passes.outputs(passes.tokens)
     judged = [name for name, x in first.items() if passes.by_position(x) is not None]
     skipped = [name for name in first if name not in judged]
@@ -152,17 +106,17 @@ def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
     if skipped:
         left_out = f"; not judged, without an axis of positions: {', '.join(skipped)}"
     rounded = ""
-    sensitivity = _sensitivity(passes, first, judged)
     for trial in trials:
         moved = passes.outputs(passes.changed(trial))
         for name in judged:
-            size, position = passes.move(first[name], moved[name], trial.kept)
-            # Two equal passes may differ too: kernels that add in any order, and random numbers.
-            noise, _ = passes.move(first[name], second[name], trial.kept)
             x = first[name]
-            eps = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
-            largest = float(x.abs().nan_to_num(0.0, 0.0, 0.0).max()) if eps else 0.0
-            if size > noise + ROUNDINGS * eps * largest:
+            size, position = passes.move(x, moved[name], trial.kept)
+            noise, _ = passes.move(x, second[name], trial.kept)
+            rounding = 0.0
+            if x.is_floating_point():
+                largest = x.abs().nan_to_num(0.0, 0.0, 0.0).max()
+                rounding = ROUNDINGS * torch.finfo(x.dtype).eps * float(largest)
+            if size > noise + rounding:
                 return _verdict(
                     Status.NOT_HEALTHY,
                     f"sees what it must not: output {name!r} at position {position[1]} of sample {position[0]} moves "
@@ -173,7 +127,10 @@ def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
     if not trials:
         sentence = f"{passes.length} positions are too few to try this: layers in a row may see all of them"
         return _verdict(Status.NOT_KNOWN, sentence + left_out)
-    if not sensitivity:
+    is_even = (torch.arange(passes.length) % 2 == 0).expand(passes.samples, -1)
+    even = _Trial(changed=is_even, kept=~is_even)
+    moved = passes.outputs(passes.changed(even))
+    if all(passes.move(first[x], moved[x], even.kept)[0] == 0 for x in judged):
         return _verdict(
             Status.NOT_KNOWN,
             f"{', '.join(judged)} did not move, but no position depends on another token at all, as in a model whose "
@@ -195,26 +152,10 @@ def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
                 f"experts that group tokens or a small leak, and the model does not run in float64{left_out}",
             )
         note = ", but for rounding," if rounded else ""
-    words = contract
-    if isinstance(contract, Documents):
-        words = f"its own document{', causal' if contract.causal else ''}"
-    elif isinstance(contract, Window):
-        words = f"a window of {contract.size}"
     return _verdict(
         Status.HEALTHY,
         f"sees what it should ({words}): {', '.join(judged)} did not move{note} in {len(trials)} trials{left_out}",
     )
-
-
-def _sensitivity(
-    passes: _Passes, before: Mapping[str, Tensor], judged: Sequence[str]
-) -> float:
-    """How far outputs at odd positions move when the tokens at even positions change; 0 where nothing is passed on."""
-    b, t = passes.samples, passes.length
-    is_even = (torch.arange(t) % 2 == 0).expand(b, t)
-    trial = _Trial(changed=is_even, kept=~is_even, words="the tokens at even positions")
-    after = passes.outputs(passes.changed(trial))
-    return max(passes.move(before[n], after[n], trial.kept)[0] for n in judged)
 
 
 def _in_float64(
@@ -246,7 +187,7 @@ class _Passes:
 
     def __init__(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self.inner, self._model = unwrapped(model), model
-        self._args, self._kwargs = args, kwargs
+        self._args, self._kwargs = tuple(args), dict(kwargs)
         # By name first: an attention mask has two dimensions too.
         named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")]
         candidates = [
@@ -274,18 +215,9 @@ class _Passes:
 
     def batch(self, tokens: Tensor) -> ForwardArguments:
         """The batch with these tokens."""
-
-        def exchanged(value: Any) -> Any:
-            if value is self.tokens:
-                return tokens
-            if type(value) in (tuple, list):
-                return type(value)([exchanged(x) for x in value])
-            if type(value) is dict:
-                return {name: exchanged(x) for name, x in value.items()}
-            return value
-
+        batch = copied((self._args, self._kwargs))
         return ForwardArguments(
-            exchanged(copied(self._args)), exchanged(copied(dict(self._kwargs)))
+            *mapped(batch, lambda x: tokens if x is self.tokens else x)
         )
 
     def outputs(self, tokens: Tensor, *, eager: bool = False) -> dict[str, Tensor]:
@@ -313,12 +245,12 @@ class _Passes:
             size = tokens.float().square().mean().sqrt().clamp_min(1e-3)
             replacements = tokens + noise * size.to(tokens.dtype)
         else:
+            # Another token of the batch is in the vocabulary for sure, and each is replaced by another one.
             values = tokens.unique()
             if len(values) == 1:
-                # No other token is known to be in the vocabulary, but the one below or token 1 should be.
-                values = torch.cat([values, (values - 1).where(values > 0, values + 1)])
-                values = values.sort().values
-            # Another token of the batch is in the vocabulary for sure, and each is replaced by another one.
+                raise InvalidValueError(
+                    f"expected a batch with different tokens, which can replace each other, got {int(values)} alone"
+                )
             following = torch.searchsorted(values, tokens.contiguous()) + 1
             replacements = values[following % len(values)]
         mask = trial.changed.to(tokens.device)
@@ -433,45 +365,42 @@ def _trials(contract: Contract, passes: _Passes, layers: int) -> Iterator[_Trial
             )
 
 
-def _beyond_window(
-    calls: Mapping[str, Sequence[Seen]], window: Window, model: str
-) -> str:
-    """Says which layer and head gives weight to a key outside its window, or "" if none does."""
-    for layer, site in calls.items():
-        t = site[0].query_shape[1]
-        for rows, weights in blocks_of_weights(site):
-            keys = torch.arange(weights.shape[3], device=weights.device)
-            queries = torch.arange(rows.start, rows.stop, device=weights.device)
-            distance = (queries + len(keys) - t)[:, None] - keys
-            is_outside = (distance >= window.size) | (distance < 0)
-            by_head = (weights * is_outside).sum(-1).amax((0, 2))
-            weight, head = by_head.max(0)
-            # Under a rounding a weight moves nothing, such as that of a mask of -100.
-            if float(weight) > torch.finfo(weights.dtype).eps:
-                label = site_label(layer, model)
-                return f"{label}, head {int(head)}, gives a weight of {float(weight):.3g} to other keys"
-    return ""
-
-
 def _culprit(passes: _Passes, trial: _Trial) -> str:
     """Says which module let the change through, and which head if it is attention; "" if that cannot be told.
 
     It is the first module whose inputs at the kept positions are the same and whose outputs are not.
     """
+    changed = passes.changed(trial)
     try:
         before = _activations(passes, passes.tokens, trial.kept)
-        after = _activations(passes, passes.changed(trial), trial.kept)
+        after = _activations(passes, changed, trial.kept)
     except (RuntimeError, QkeelError):
         # Such as too little memory; the verdict stands without the name.
         return ""
-    for (name, inputs, outputs), changed_call in zip(before, after, strict=False):
+    for call, changed_call in zip(before, after, strict=False):
+        name, inputs, outputs = call
         if name != changed_call[0]:
             # The passes took different ways through the model.
             return ""
         # Later modules receive what has leaked already; the first with equal inputs is the one to blame.
-        if _equal(inputs, changed_call[1]) and not _equal(outputs, changed_call[2]):
-            head = _head(passes, trial, name) or ", no attention,"
-            return f": {name or type(passes.inner).__name__}{head} lets them through"
+        if not _equal(inputs, changed_call[1]) or _equal(outputs, changed_call[2]):
+            continue
+        carrier = ", no attention,"
+        forbidden = trial.kept[:, :, None] & trial.changed[:, None]
+        try:
+            seen = read_visibility(
+                passes.inner, passes.batch(changed), forbidden=forbidden
+            )
+        except QkeelError:
+            seen = {}
+        for layer, keys in seen.items():
+            weight, head = keys.weights.get("forbidden", (0.0, 0))
+            is_inside = not name or f"{layer}.".startswith((f"{name}.", f"{name}#"))
+            if is_inside and weight > 0:
+                within = f" ({layer})" if layer != name else ""
+                carrier = f"{within}, head {head}, with a weight of {weight:.3g},"
+                break
+        return f": {name or type(passes.inner).__name__}{carrier} lets them through"
     return ""
 
 
@@ -515,24 +444,3 @@ def _equal(values: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
         x.shape == y.shape and bool(((x == y) | (x != x)).all())
         for x, y in zip(values, expected, strict=True)
     )
-
-
-def _head(passes: _Passes, trial: _Trial, module: str) -> str:
-    """The head of an attention in this module with the largest weight on changed tokens, and that weight."""
-    try:
-        maps = attention_maps(passes.inner, passes.batch(passes.changed(trial)))
-    except QkeelError:
-        return ""
-    inside = (f"{module}.", f"{module}#") if module else ("",)
-    b, t = trial.kept.shape
-    for layer, weights in maps.items():
-        is_inside = layer == module or layer.startswith(inside)
-        if not is_inside or (len(weights), *weights.shape[2:]) != (b, t, t):
-            continue
-        kept, changed = (x.to(weights.device) for x in (trial.kept, trial.changed))
-        leaked = (weights * changed[:, None, None]).sum(-1) * kept[:, None]
-        weight, head = leaked.amax((0, 2)).max(0)
-        if float(weight) > 0:
-            within = f" ({layer})" if layer != module else ""
-            return f"{within}, head {int(head)}, with a weight of {float(weight):.3g},"
-    return ""

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from qkeel.audit.contracts import Documents
 from qkeel.audit.saturation import LargestWeights
-from qkeel.audit.sees import Documents
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import arguments, tensors
 from qkeel.patching.forward import unwrapped
@@ -44,8 +44,8 @@ class SeenKeys:
     """The largest weight that a row of a layer gives to each kind of keys, with the head, and what the layer sees.
 
     `length` is the number of its queries, 0 if its keys are another sequence. `weights` has the kinds "later",
-    "earlier", "documents", "padding" and "hidden", as far as the layer and the batch have such keys. `empty` is the
-    first sample and query that sees no key and is not padding, `empty_padding` the first that is. `first_keys` [2 t]
+    "earlier", "documents", "padding", "hidden" and "forbidden", as far as the layer and the batch have such keys.
+    `empty` is the first sample and query that sees no key, and whether it is padding. `first_keys` [2 t]
     are queries of the first sample and the first keys that they see, and `positional` [h] says which heads mostly
     attend to one place. `scale` is the constant factor on q·k times √head_dim, and `softcap` the cap. The weights of a
     layer that does not `competes`, such as those of a sigmoid, need not sum to 1.
@@ -54,8 +54,7 @@ class SeenKeys:
     layer: str
     length: int = 0
     weights: dict[str, Largest] = dataclasses.field(default_factory=dict)
-    empty: tuple[int, int] | None = None
-    empty_padding: tuple[int, int] | None = None
+    empty: tuple[int, int, bool] | None = None
     first_keys: Tensor | None = None
     positional: Tensor | None = None
     competes: bool = True
@@ -68,15 +67,21 @@ class SeenKeys:
 
 
 def read_visibility(
-    model: nn.Module, batch: object, sites: Sites | None = None
+    model: nn.Module,
+    batch: object,
+    sites: Sites | None = None,
+    *,
+    forbidden: Bool[Tensor, "b t s"] | None = None,
 ) -> dict[str, SeenKeys]:
-    """Returns what the queries of each layer see on a batch, computed block by block from one pass."""
+    """Returns what the queries of each layer see on a batch, computed block by block from one pass.
+
+    forbidden: pairs of a query and a key that are weighed besides.
+    """
     calls = captured_calls(model, batch, sites)
-    args, kwargs = arguments(batch, "batch")
-    tokens = PackedTokens.of(model, args, kwargs)
+    tokens = PackedTokens.of(model, *arguments(batch, "batch"))
     name = type(unwrapped(model)).__name__
     return {
-        layer: seen_keys(site_label(layer, name), site, tokens)
+        layer: seen_keys(site_label(layer, name), site, tokens, forbidden=forbidden)
         for layer, site in calls.items()
     }
 
@@ -166,11 +171,16 @@ def visible_rows(call: Seen, rows: slice) -> Bool[Tensor, "b h r s"] | None:
 
 
 def seen_keys(
-    label: str, calls: Sequence[Seen], tokens: PackedTokens, most: int | None = None
+    label: str,
+    calls: Sequence[Seen],
+    tokens: PackedTokens,
+    most: int | None = None,
+    forbidden: Bool[Tensor, "b t s"] | None = None,
 ) -> SeenKeys:
     """Returns what the queries of one layer see; `calls` are those of its heads, if they are computed one by one.
 
     most: about how many weights are computed; of longer sequences, some rows speak for all.
+    forbidden: pairs that are weighed besides, where the layer has as many queries and keys.
     """
     call, ids, padding = calls[0], tokens.documents, tokens.padding
     length = call.query_shape[1]
@@ -191,6 +201,11 @@ def seen_keys(
                 numbers = ids.to(device)[:, None]
                 of_query = numbers.mT[:, rows]
                 masks["documents"] = ((of_query != numbers) & (of_query >= 0))[:, None]
+        if forbidden is not None and forbidden.shape in (
+            (b, length, s),
+            (1, length, s),
+        ):
+            masks["forbidden"] = forbidden[:, None, rows].to(device)
         padded_rows = None
         if padding is not None and padding.shape == (b, s):
             masks["padding"] = padded = padding.to(device)[:, None, None]
@@ -219,22 +234,20 @@ def seen_keys(
         reaches.append(torch.stack([queries[:, 0], first]).cpu())
         # A fused kernel gives an empty row zeros, a softmax by hand NaN, as it does for infinite logits.
         sums = weights.sum(-1)
-        empty = ((sums == 0) | (sums.isnan() & _sees_none(calls, rows, sums))).any(1)
-        for is_padding in (False, True):
-            of_kind = empty
-            if padded_rows is not None:
-                of_kind = empty & (padded_rows[:, 0, :, 0] == is_padding)
-            elif is_padding:
-                break
-            if bool(of_kind.any()):
-                sample, row = divmod(
-                    int(of_kind.flatten().int().argmax()), empty.shape[1]
-                )
-                position = sample, rows.start + row
-                if is_padding:
-                    layer.empty_padding = layer.empty_padding or position
-                else:
-                    layer.empty = layer.empty or position
+        is_blind = sums == 0
+        if visible is not None:
+            is_blind = is_blind | (sums.isnan() & ~visible.any(-1))
+        empty = is_blind.any(1)
+        # A query that is not padding is named first.
+        real = empty
+        if padded_rows is not None:
+            real = empty & ~padded_rows[:, 0, :, 0]
+        is_padding = not bool(real.any())
+        is_worse = layer.empty is None or (layer.empty[2] and not is_padding)
+        if is_worse and bool(empty.any()):
+            index = int((empty if is_padding else real).flatten().int().argmax())
+            sample, row = divmod(index, empty.shape[1])
+            layer.empty = sample, rows.start + row, is_padding
     # Scores that are divided by a cap are scaled by more than the logits.
     if call.q is not None and (
         call.spec.cap.kind == "none" or not isinstance(call, ScoresCall)
@@ -246,19 +259,6 @@ def seen_keys(
     layer.positional = largest_weights.are_positional()
     layer.competes = call.spec.normalizer.kind in ("softmax", "sink")
     return layer
-
-
-def _sees_none(calls: Sequence[Seen], rows: slice, sums: Tensor) -> Tensor:
-    """Which rows of the calls of a layer see no key by their masks; broadcasts to [b h r]."""
-    if not bool(sums.isnan().any()):
-        return torch.zeros((), dtype=torch.bool, device=sums.device)
-    sees = []
-    for call in calls:
-        visible = visible_rows(call, rows)
-        sees.append(
-            sums.new_ones(1, 1, 1).bool() if visible is None else visible.any(-1)
-        )
-    return ~torch.cat(sees, 1)
 
 
 def findings(
@@ -305,17 +305,16 @@ def findings(
             affected = [x for x in affected if not x.length or x.weight("later")]
         if affected:
             sentences.append(f"{words} {_named(affected)} {_largest(affected, kind)}")
-    empty = [(x.layer, x.empty, "") for x in layers if x.empty is not None]
-    empty += [
-        (x.layer, x.empty_padding, ", which is padding,")
-        for x in layers
-        if x.empty_padding is not None
-    ]
+    empty = [x for x in layers if x.empty is not None]
     if empty and not finite:
-        name, (sample, query), remark = empty[0]
+        # One that is not padding first.
+        layer = min(empty, key=lambda x: x.empty is not None and x.empty[2])
+        assert layer.empty is not None
+        sample, query, is_padding = layer.empty
+        remark = ", which is padding," if is_padding else ""
         sentences.append(
-            f"an output is not finite, and sample {sample}, query {query}{remark} sees no key in {name}: a softmax "
-            "over nothing is NaN"
+            f"an output is not finite, and sample {sample}, query {query}{remark} sees no key in {layer.layer}: a "
+            "softmax over nothing is NaN"
         )
     elif not finite:
         sentences.append("an output is not finite")

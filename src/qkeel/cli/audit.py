@@ -27,8 +27,8 @@ from torch import nn
 from qkeel.audit import Documents, Geometry, Window, as_json, table
 from qkeel.audit.check import check as judge
 from qkeel.audit.check import check_checkpoint, is_run
+from qkeel.audit.contracts import Contract
 from qkeel.audit.scan import scan as read
-from qkeel.audit.sees import Contract
 from qkeel.cli.commands import FAILED, OK, UNDECIDED
 from qkeel.cli.output import printable
 from qkeel.cli.parameters import SEVERAL, JsonSwitch, Switch, Unset

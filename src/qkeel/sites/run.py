@@ -65,8 +65,8 @@ def forward(
     graph: bool = True,
     guard: Guarded = unguarded,
     together: bool | None = None,
-) -> None:
-    """Runs one eager forward pass under the watcher, with gradients unless `graph` is False.
+) -> object:
+    """Returns the output of one eager forward pass under the watcher, with gradients unless `graph` is False.
 
     Args:
         model, args, kwargs: the model and the arguments of the call.
@@ -80,9 +80,10 @@ def forward(
     together = spread(model) if together is None else together
     try:
         with eagerly(graph=graph, together=together), watcher:
-            model(*args, **kwargs)
+            output = model(*args, **kwargs)
         if isinstance(guard, DeferredError):
             guard.settle()
+        return output
     except Exception as error:
         if together and not isinstance(error, dist.ApartError):
             dist.fail_on_all(SEARCH, error)

@@ -73,38 +73,39 @@ def weights_shape(calls: Sequence[Seen]) -> tuple[int, int, int, int]:
     return b, h * len(calls), t, s
 
 
-def block_weights(call: Seen, rows: slice) -> Weights:
-    return (
-        _scores_weights(call, rows)
-        if isinstance(call, ScoresCall)
-        else _call_weights(call, rows)
-    )
-
-
 def blocks_of_weights(
-    calls: Sequence[Seen], most: int | None = None
+    calls: Sequence[Seen],
+    most: int | None = None,
+    rows: tuple[int, ...] | None = None,
 ) -> Iterator[tuple[slice, Weights]]:
     """Yields the weights [b h r s] of a site, all heads, by blocks of rows, so that few are in memory at once.
 
     most: about how many weights are computed; of a longer sequence, the blocks are evenly spaced, the last among them.
+    rows: the rows that are wanted; by default all.
     """
     b, h, t, s = weights_shape(calls)
     of_row = max(1, b * h * s)
     size = BLOCK if most is None else min(_BESIDE, most // _SPREAD)
-    blocks = list(runs_of_rows(tuple(range(t)), max(1, size // of_row)))
+    wanted = tuple(range(t)) if rows is None else rows
+    blocks = list(_runs_of_rows(wanted, max(1, size // of_row)))
     if most is not None:
         step = min(t * of_row // most, len(blocks) // _SPREAD)
         blocks = blocks[:: -max(1, step)][::-1]
+    # Under autocast the logits would be rounded to half precision.
     with torch.no_grad(), torch.autocast(calls[0].query_device.type, enabled=False):
-        for rows in blocks:
+        for block in blocks:
             parts = [
-                block_weights(call, rows).expand(b, h // len(calls), -1, s)
+                (
+                    _scores_weights(call, block)
+                    if isinstance(call, ScoresCall)
+                    else _call_weights(call, block)
+                ).expand(b, h // len(calls), -1, s)
                 for call in calls
             ]
-            yield rows, torch.cat(parts, 1)
+            yield block, torch.cat(parts, 1)
 
 
-def runs_of_rows(rows: tuple[int, ...], largest: int) -> Iterator[slice]:
+def _runs_of_rows(rows: tuple[int, ...], largest: int) -> Iterator[slice]:
     """Slices of consecutive rows, in order, none longer than `largest`."""
     start = 0
     for stop in range(1, len(rows) + 1):
