@@ -164,12 +164,21 @@ class Decision:
 
     @classmethod
     def of(cls, row: Row) -> Self:
-        """The decision of which `row` is the line."""
-        fields = {field.name: row[field.name] for field in dataclasses.fields(cls)}
-        fields |= {"action": Action(row["action"]), "heads": tuple(row["heads"])}
-        if row["forecast"] is not None:
-            fields["forecast"] = Forecast(**row["forecast"])
-        return cls(**fields)
+        """The decision of which `row` is the line.
+
+        Raises:
+            InvalidValueError: the row is none that `row()` returned.
+        """
+        try:
+            fields = {field.name: row[field.name] for field in dataclasses.fields(cls)}
+            fields |= {"action": Action(row["action"]), "heads": tuple(row["heads"])}
+            if row["forecast"] is not None:
+                fields["forecast"] = Forecast(**row["forecast"])
+            return cls(**fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidValueError(
+                f"expected a decision as an autopilot records it, got {dict(row)!r}"
+            ) from error
 
 
 # The active actions by (action, site): the remedy and its heads (empty for all heads).
@@ -813,6 +822,7 @@ class Autopilot(Handle):
                 "sites": [dataclasses.asdict(site) for site in self.sites],
                 "decisions": [decision.row() for decision in self.decisions],
                 "refused": [dataclasses.asdict(refusal) for refusal in self.refused],
+                "optimizers": len(self.optimizers),
                 "events": self.events,
             }
         text = json.dumps(facts, default=list).encode()
@@ -834,9 +844,12 @@ class Autopilot(Handle):
             raise InvalidValueError(
                 f"expected the result of an autopilot's state_dict(), got {list(state)[:5]}"
             ) from error
-        if spec != self.spec:
+        # Before the first record, optimizers may still be added, so a state of that time names no number.
+        n_optimizers = facts.get("optimizers", len(self.optimizers))
+        if spec != self.spec or n_optimizers != len(self.optimizers):
             raise InvalidValueError(
-                f"expected the state of the policy {self.spec}, got one of {spec}"
+                f"expected the state of the policy {self.spec} with {len(self.optimizers)} optimizers, "
+                f"got one of {spec} with {n_optimizers}"
             )
         if begun:
             self._resume(facts, state)

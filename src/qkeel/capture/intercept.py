@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol, Self
 
@@ -264,8 +264,12 @@ class CaptureMode(CallObserver):
             if products_of(tag).isdisjoint(weighed)
         ]
 
-    def look(self, around: ExitStack) -> None:
-        """Observes the calls of the pass that is about to run, until `around` is closed."""
+    def look(
+        self, around: ExitStack, modules: Iterable[nn.Module] | None = None
+    ) -> None:
+        """Observes the calls of the pass that is about to run, until `around` is closed.
+
+        modules: those in which calls are observed, by default all of the model."""
         for described in self._hooks:
             described.attach(around)
         around.callback(self.handwritten.tags.clear)
@@ -275,11 +279,8 @@ class CaptureMode(CallObserver):
         sought = [only for _, only in (self._only_in or {"": (None, None)}).values()]
         exchanges = any([only is None or only & _EXCHANGED for only in sought])
         around.enter_context(observed_by(self, exchanges=exchanges))
-        # Outside the modules that are looked at, no call is observed.
-        places = [module for module, _ in (self._only_in or {}).values()]
-        modules = [
-            x for module in places or [self.stack.root.module] for x in module.modules()
-        ]
+        if modules is None:
+            modules = self.stack.root.module.modules()
         around.enter_context(recording_unobserved(modules))
         self.wants_logsumexp = self.bounded is not None
         if self._only_in is None:

@@ -235,7 +235,7 @@ class StepNumbers(Visitor):
         if self._hidden is None:
             return
         model, sites = self.sites.model, self.sites.all
-        if self._readers is not None and self._readers[0].is_outdated(model):
+        if self._readers is not None and self._readers[0].is_outdated():
             self._readers = self._spectra = None
         if self._readers is None:
             unused = [name for site in sites for name in _without_gradient(model, site)]

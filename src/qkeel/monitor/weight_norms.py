@@ -17,7 +17,7 @@ from qkeel.functional.bounds import interaction_norm, spectrum, step_products
 from qkeel.functional.norms import wide, widest
 from qkeel.monitor.numbers import Number, NumberKey, Numbers
 from qkeel.patching.autograd import is_wrapper
-from qkeel.patching.modes import without_gradients
+from qkeel.patching.modes import ModuleTree, without_gradients
 from qkeel.sites.site import AttentionSite, HeadSlice, NormGain
 
 # Entries of the weights of sites that are read as one tensor: 16 MB in float32.
@@ -300,7 +300,11 @@ class WeightNorms:
         sites: Sequence[AttentionSite],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        self._parameters = parameters = dict(model.named_parameters())
+        parameters = dict(model.named_parameters())
+        self._tree = ModuleTree(model)
+        self._held = [
+            p for site in sites if site.terms for p in _weights(site, parameters)
+        ]
         counts, all_eps = counted(model), _eps_by_weight(optimizers)
         # By the shapes of their weights, whose sites are read by a few operators for all.
         alike: dict[object, list[AttentionSite]] = {}
@@ -339,10 +343,10 @@ class WeightNorms:
                     self.multiplied += members[i : i + n]
         self.multiplied.sort(key=sites.index)
 
-    def is_outdated(self, model: nn.Module) -> bool:
-        """Whether parameters of the model have been exchanged, as `load_state_dict(assign=True)` and new layers do."""
-        held = self._parameters
-        return any([held.get(n, p) is not p for n, p in model.named_parameters()])
+    def is_outdated(self) -> bool:
+        """Whether weights have been exchanged, as `load_state_dict(assign=True)` and new layers do."""
+        present = {*map(id, self._tree.parameters())}
+        return any([id(p) not in present for p in self._held])
 
     @without_gradients
     def read(self) -> Numbers:

@@ -356,6 +356,14 @@ class ModuleTree:
         self._is_compared = True
         return self._named
 
+    def parameters(self) -> list[nn.Parameter | None]:
+        """Returns what the modules hold as parameters, without a Python call per module."""
+        held = self._model.parameters()
+        if self.named() and self._tables:
+            tables = [module._parameters.values() for module in self._modules]
+            held = itertools.chain.from_iterable(tables)
+        return [*held]
+
     def _listed(self) -> tuple[list[Any], ...]:
         """How many submodules each module has, their names, and they themselves: lists of which none holds objects that
         Python's garbage collector would have to count."""

@@ -11,7 +11,7 @@ from qkeel.errors import caution
 from qkeel.handle import Handle, compose
 from qkeel.patching.autograd import version_of
 from qkeel.patching.forward import ForwardPasses
-from qkeel.patching.modes import unguarded
+from qkeel.patching.modes import ModuleTree, unguarded
 from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import Remedy, Target, active_on
 
@@ -29,7 +29,7 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
     model, kind = target.model, type(optimizer).__name__
     modules = [weakref.ref(site.module) for site in target.sites]
     names = list(dict.fromkeys(s.parameter for s in target.logit_slices()))
-    weights = [target.parameter(name) for name in names]
+    weights, tree = [target.parameter(name) for name in names], ModuleTree(model)
     # The sum of the weights' versions before the last pass, if no step of the optimizer followed it.
     version: int | None = None
     passes, has_warned = 0, False
@@ -48,9 +48,9 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
         passes += earlier not in (None, version)
         # fully_shard exchanges parameters during passes. Elsewhere in the model is fine, as under a parametrization that
         # was added later.
-        present = {id(parameter) for parameter in model.parameters()}
+        present = {*map(id, tree.parameters())}
         is_replaced = any(
-            not dist.is_split(x) and id(x) not in present for x in weights
+            id(x) not in present and not dist.is_split(x) for x in weights
         )
         if not is_replaced and passes < _PASSES:
             return

@@ -71,6 +71,8 @@ class PassSearch:
 
     def __init__(self) -> None:
         self.trusts_names = True
+        #: the modules at the latest places, and those inside them
+        self.inside: list[nn.Module] = []
         self._passes = 0
         self._places: Places | None = None
         self._modules: object = (
@@ -93,6 +95,9 @@ class PassSearch:
             for name, (module, functions) in places.items():
                 places[name] = module, _FUSED if functions == BY_NAME else functions
         self._places, self._modules = places, tree.named()
+        self.inside = [
+            x for module, _ in (places or {}).values() for x in module.modules()
+        ]
 
 
 class ObservedPass:
@@ -160,7 +165,7 @@ class ObservedPass:
             watcher.plain = self._plain
         if only_in is not None and self.tap.threshold is not None:
             watcher.bounded = self._bounded
-        watcher.look(around)
+        watcher.look(around, self.tap.observed(only_in))
 
     def _read_indexers(self, watcher: CaptureMode) -> None:
         layouts = self.tap.facts.indexers

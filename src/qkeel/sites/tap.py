@@ -218,6 +218,12 @@ class Tap(Handle):
             else self._searches[self.model.training].places(self.tree)
         )
 
+    def observed(self, places: Places | None) -> list[nn.Module]:
+        """The modules in which attention calls are observed in a pass that is searched at these places."""
+        if places is None:
+            return [module for _, module in self.tree.named()]
+        return self._searches[self.model.training].inside
+
     def searched(self, places: Places | None, *, trusts_names: bool = True) -> None:
         """Notes where a pass had attention that was searched everywhere; with None, the next pass is so too.
 
