@@ -21,7 +21,7 @@ class CountedSteps(transformers.TrainerCallback):
 @pytest.mark.filterwarnings("ignore")
 def test_a_remedy_for_a_layer_that_is_not_there_ends_the_training():
     steps = CountedSteps()
-    absent = LALR(heads=(("transformer.h.7.attn", (0,)),))
+    absent = LALR(heads=(("transformer.h.7.attn", ()),))
     with pytest.raises(UnknownNameError, match="unknown site of lalr"):
         trained(steps, QkeelCallback(remedy=absent))
     assert not steps.done
