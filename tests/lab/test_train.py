@@ -128,6 +128,22 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint(tiny, tmp_path):
     assert everything(resumed) == everything(run(config, tmp_path / "whole"))
 
 
+def test_a_run_whose_directory_is_moved_away_stops_at_its_next_write(
+    tiny, tmp_path, whole
+):
+    place, away = tmp_path / "r", tmp_path / "away"
+
+    def move(record):
+        if record["step"] == 4:
+            place.rename(away)
+
+    with pytest.raises(RunDirectoryError):
+        run(tiny(), place, watcher=Watcher(on_record=move))
+    assert not place.exists()
+    assert RunDirectory(away).status is RunStatus.STARTED
+    assert everything(run(tiny(), away)) == whole
+
+
 def test_a_finished_run_is_not_run_again(tiny, tmp_path):
     run(tiny(), tmp_path / "r")
     before = (tmp_path / "r" / "metrics.jsonl").read_bytes()

@@ -1,11 +1,14 @@
 """The second language, the encoder–decoder that learns it, and remedies on its self- and cross-attention."""
 
+import dataclasses
 import sys
 from types import SimpleNamespace
 
+import pytest
 import safetensors.torch
 import torch
 
+from qkeel.errors import InvalidValueError
 from qkeel.handle import under
 from qkeel.lab import run
 from qkeel.lab.build_run import resolve
@@ -15,6 +18,8 @@ from qkeel.lab.second_language import CLAUSE, WORD, translated
 from qkeel.lab.studies import TRANSLATION_BASE
 from qkeel.lab.tasks import BEGIN_TRANSLATION
 from qkeel.lab.text import load
+from qkeel.lab.train import evaluate, train_step
+from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder
 
 VOWELS = b"aeiouAEIOU"
 TINY = with_values(
@@ -61,6 +66,26 @@ def test_pairs_are_few_fixed_and_of_their_own_part_of_the_text():
     assert others.task.corpus.sha256 != state.task.corpus.sha256
 
 
+def test_the_model_predicts_from_the_whole_source_and_the_target_before():
+    config = DecoderConfig(vocab_size=11, d_model=16, n_heads=2, base_width=8)
+    model = EncoderDecoder(config, source=4).eval()
+    model.init_weights(torch.Generator().manual_seed(0))
+    tokens = torch.arange(9)[None]
+    base = model(tokens)
+    for place in range(9):
+        changed = tokens.clone()
+        changed[0, place] = 10
+        moved = (model(changed) - base).abs().amax(-1)[0] > 1e-6
+        assert moved.tolist() == [place < 4 or i >= place - 4 for i in range(5)]
+    x = torch.zeros(1, 2, 16)
+    with pytest.raises(InvalidValueError):
+        EncoderDecoder(dataclasses.replace(config, attention="mla"), source=4)
+    with pytest.raises(InvalidValueError, match="context"):
+        model.blocks[0](x)
+    with pytest.raises(InvalidValueError, match="context"):
+        Decoder(config).blocks[0](x, context=x)
+
+
 def test_bleu_compares_greedy_translations_with_the_true_ones(tmp_path, monkeypatch):
     calls = []
 
@@ -87,3 +112,19 @@ def test_bleu_compares_greedy_translations_with_the_true_ones(tmp_path, monkeypa
         assert torch.equal(logits[0, :, :256].argmax(-1), predicted)
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     assert state.task.decoded(state.model, state.heldout) == {}
+
+
+@pytest.mark.slow
+def test_a_few_hundred_steps_teach_the_second_language_and_only_with_the_source():
+    config = with_values(
+        TRANSLATION_BASE, device="cpu", steps=500, data={"pairs": 4000}
+    )
+    state, length = RunState(resolve(config)), config.data.context
+    for step in range(500):
+        train_step(state, step)
+    loss = evaluate(state)["val_loss"]
+    rolled = state.heldout.inputs.clone()
+    rolled[:, :length] = rolled[:, :length].roll(1, 0)
+    state.heldout = dataclasses.replace(state.heldout, inputs=rolled)
+    assert loss < 1.4
+    assert evaluate(state)["val_loss"] > loss + 0.5, "another source does not help"

@@ -145,3 +145,14 @@ def test_a_layer_is_what_it_is_alone(first, second, monkeypatch):
     for layer, site in zip(layers, together):
         (alone,) = find_sites(layer, x())
         assert facts(site) == facts(alone)
+
+
+@pytest.mark.parametrize("beside", ["in a list", "as an attribute"])
+def test_layers_may_refer_to_the_model_beside_its_tree(beside):
+    model = nn.Sequential(*(Joint(fused_causal, M, H) for _ in range(3)))
+    for layer in model:
+        if beside == "in a list":
+            layer.owner = [model]
+        else:
+            object.__setattr__(layer, "owner", model)
+    assert verified(find_sites(model, x())) == [True] * 3

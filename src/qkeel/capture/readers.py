@@ -118,7 +118,7 @@ def unobserved() -> Iterator[None]:
     """A context in which no observer of this thread sees any call."""
     token = _OBSERVERS.set(())
     try:
-        with without_modes(CallObserver):
+        with without_modes(ReadingMode):
             yield
     finally:
         _OBSERVERS.reset(token)

@@ -18,7 +18,7 @@ from qkeel.capture.example import GivenArguments, ModuleCall, mapped, tensors
 from qkeel.capture.intercept import CapturedCall
 from qkeel.capture.user_hooks import hooks_held_back
 from qkeel.patching.forward import extra_pass
-from qkeel.patching.modes import TABLES, Args, Kwargs
+from qkeel.patching.modes import Args, Kwargs, modules_of
 from qkeel.sites.alone import COPY_MARK, hidden_states
 from qkeel.sites.site import Sites, renamed
 from qkeel.sites.trace import PartTrace
@@ -31,7 +31,8 @@ from qkeel.sites.verify import (
 )
 
 # What torch keeps in every module, such as hooks, and the mark of copies.
-_NO_SETTINGS = vars(nn.Module()).keys() - {*TABLES, "training"} | {COPY_MARK}
+_NO_SETTINGS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "training"}
+_NO_SETTINGS |= {COPY_MARK}
 _SETTINGS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
@@ -180,21 +181,22 @@ def _are_alike(module: nn.Module, other: nn.Module, name: str, other_name: str) 
             return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
         if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
             return len(a) == len(b) and all(map(is_same, a, b))
-        if isinstance(a, nn.Module) and isinstance(b, nn.Module):
-            settings, others = vars(a), vars(b)
-            return (
-                settings.keys() - _NO_SETTINGS == others.keys() - _NO_SETTINGS
-                and all(
-                    is_same(value, others[key])
-                    for key, value in settings.items()
-                    if key not in _NO_SETTINGS
-                )
-            )
+        # Of objects, and of modules beside the tree, such as the one that holds this one, the class alone is compared.
         if not isinstance(a, _SETTINGS):
             return True
         return a == b or (type(a) is int and a in numbers and b in other_numbers)
 
-    return is_same(module, other)
+    modules, others = modules_of(module), modules_of(other)
+    return modules.keys() == others.keys() and all(
+        type(inner) is type(others[path])
+        and is_same(_contents_of(inner), _contents_of(others[path]))
+        for path, inner in modules.items()
+    )
+
+
+def _contents_of(module: nn.Module) -> dict[str, object]:
+    """What a module holds besides its submodules, and what torch keeps in every module."""
+    return {key: x for key, x in vars(module).items() if key not in _NO_SETTINGS}
 
 
 def _arguments_of(frame: ModuleCall) -> tuple[object, list[Tensor]]:

@@ -212,12 +212,15 @@ class SiteSearch:
         """The trace of a copy of a module if it is like a known one, which was called with a `part` of its arguments."""
         module, name = frame.module, self._names[id(frame.module)]
         is_shared = any(id(p) in self._shared for p in module.parameters())
-        if is_shared or id(module) in self._whole or not known.is_like(frame, name):
+        if is_shared or id(module) in self._whole:
             return None
         with unnoticed(waits=False):
-            copied = copy_of(module, self._held)
-            alone = PartOfModel(name, copied)
             try:
+                # Tensors of some layouts and dtypes can't be compared.
+                if not known.is_like(frame, name):
+                    return None
+                copied = copy_of(module, self._held)
+                alone = PartOfModel(name, copied)
                 trace = known.trace_of(name, copied, alone, *part.copied(frame))
             except Exception as failure:
                 _LOG.debug("%s does not run like another: %s", name, failure)

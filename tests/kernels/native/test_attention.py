@@ -1,6 +1,7 @@
 """The compiled attention gives the oracle's numbers, the statistics of its rows, and the oracle's gradients."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from tests.kernels.harness import (
     check,
     check_gradients,
     check_rows,
+    gradients,
 )
 
+from qkeel import reference
 from qkeel.errors import RefusedError
 from qkeel.kernels.attention.compiled import Native
 from qkeel.kernels.statistics import stats_of_rows
@@ -22,6 +25,7 @@ from qkeel.ops import KERNELS, choose, run
 from qkeel.spec import (
     ALiBi,
     AttentionSpec,
+    Fixed,
     NoPosition,
     Sigmoid,
     SlidingWindow,
@@ -126,6 +130,81 @@ def test_statistics_of_heads_are_those_of_rows_that_count_and_see_a_key():
             torch.testing.assert_close(stats.capped_max_logit, capped)
             mean = entropies / rows_used.sum((0, 2))
             torch.testing.assert_close(stats.entropy, mean)
+
+
+@pytest.mark.parametrize("size", [1e4, -1e4])
+@torch.no_grad()
+def test_logits_of_ten_thousand_keep_their_maximum_and_entropy(size):
+    # Two keys in pairs: every row's largest weight is one of two equal ones.
+    q, v = torch.ones(1, 1, 9, 8), torch.randn(1, 1, 18, 8)
+    k = torch.linspace(-1, 1, 9).repeat_interleave(2)[:, None].expand(1, 1, 18, 8)
+    spec = AttentionSpec(scale=Fixed(size / 8))
+    call = make_call(spec, q, k, v, causal=False)
+    out, rows = NATIVE.with_rows(call)
+    stats = stats_of_rows(call, rows)
+    assert stats.max_logit.item() == pytest.approx(1e4)
+    assert stats.entropy.item() == pytest.approx(math.log(2))
+    assert (out - reference.attend_call(call).out).abs().max() <= 1e-6
+
+
+def test_two_keys_by_hand():
+    # z = (ln 3, 0): weights 3/4 and 1/4, values 8 and 0, so out 6; dz = 3/4 · (8 - 6) = 1.5 and 1/4 · (0 - 6) = -1.5.
+    q, k, v = (torch.zeros(1, 1, n, 8) for n in (1, 2, 2))
+    q[..., 0], k[0, 0, 0, 0], v[0, 0, 0, 0] = 1.0, math.log(3), 8.0
+    options = (None, None, 1.0, False, 0, 0.0)
+    out, *rows = OPS.attention(q, k, v, *options, True)
+    assert out.flatten().tolist() == pytest.approx([6.0] + [0.0] * 7)
+    exact = [math.log(4), math.log(3), 0.5623351]
+    assert [x.item() for x in rows] == pytest.approx(exact)
+    dq, dk, dv = OPS.attention_backward(q, q, k, v, out, rows[0], *options)
+    assert dq[0, 0, 0, 0].item() == pytest.approx(1.5 * math.log(3))
+    assert dk[0, 0, :, 0].tolist() == pytest.approx([1.5, -1.5])
+    assert dv[0, 0, :, 0].tolist() == pytest.approx([0.75, 0.25])
+
+
+def test_a_row_with_all_its_weight_on_one_key_passes_nothing_to_q_and_k():
+    alone = AttentionSpec(position=SlidingWindow(window=1, inner=NoPosition()))
+    for dtype in DTYPES[:2]:
+        for case in (Case(t=1), Case(t=64, size=1e8), Case(t=14, spec=alone)):
+            call = case.call(dtype)
+            dq, dk, dv = gradients(call, NATIVE, torch.randn(call.q.shape).to(dtype))
+            assert not dq.any()
+            assert not dk.any()
+            assert dv.any()
+
+
+def test_rows_that_see_no_key_give_and_get_nothing():
+    mask = torch.ones(1, 1, 10, 10, dtype=torch.bool)
+    mask[..., 3:5, :], mask[..., 7] = False, False
+    q, k, v = (torch.randn(2, n, 10, 16) for n in (4, 2, 2))
+    for call in (
+        Case(t=60, s=20, widths=(16, 16)).call(torch.float32),
+        make_call(AttentionSpec(), q, k, v, causal=False, mask=mask),
+        make_call(AttentionSpec(), q, k, v, mask=torch.zeros_like(mask)),
+    ):
+        out, rows = NATIVE.with_rows(call)
+        empty = rows.lse == -torch.inf
+        hidden = reference.attend_call(call).logits == -torch.inf
+        assert torch.equal(empty, hidden.all(-1))
+        assert not out[empty].any()
+        assert not rows.entropy[empty].any()
+        assert (rows.largest[empty] == -torch.inf).all()
+        above = torch.randn(out.shape)
+        before = gradients(call, NATIVE, above)
+        assert not before[0][empty].any()
+        unseen = hidden.all(2).unflatten(1, (2, -1)).all(2)
+        assert not any(x[unseen].any() for x in before[1:])
+        above[empty] = 1e30  # a gradient for a row that sees nothing reaches nobody
+        assert all(map(torch.equal, before, gradients(call, NATIVE, above)))
+
+
+def test_nan_in_a_visible_key_shows_and_in_a_later_one_does_not():
+    q, k, v = (torch.randn(1, 1, 60, 8) for _ in range(3))
+    k[0, 0, 50, 3] = torch.nan
+    out, lse, _, entropy = OPS.attention(q, k, v, None, None, 1.0, True, 0, 0.0, True)
+    for x in (out[0, 0, :, 0], lse[0, 0], entropy[0, 0]):
+        assert x[50:].isnan().all()
+        assert x[:50].isfinite().all()
 
 
 def test_what_it_cannot_do_is_refused_with_the_reason(

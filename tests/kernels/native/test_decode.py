@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from tests import forked
 from tests.kernels.harness import DTYPES, laid
 from tests.quick import one_in
 
 from qkeel import reference
 from qkeel.errors import RefusedError
 from qkeel.kernels.decoding import compiled as decode
-from qkeel.nn import mla
+from qkeel.nn import MLA, LatentSizes, mla
 from qkeel.nn.mla import attend_latents
 from qkeel.ops import KERNELS, choose, run
 from qkeel.spec import (
@@ -18,10 +19,13 @@ from qkeel.spec import (
     InverseSqrt,
     Learned,
     LogN,
+    RMSNorm,
+    Rope,
     Sigmoid,
     Softcap,
 )
 from qkeel.spec.call import make_call
+from qkeel.spec.logits import NoCap
 from qkeel.spec.rope import SlidingWindow
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -177,7 +181,7 @@ def test_masks_windows_and_positions_hide_what_they_hide(shape, latent, taken):
         spec = AttentionSpec(position=SlidingWindow(window=window))
         for causal in (True, False):
             check_with(spec, causal=causal)
-    pos_k = torch.arange(s)[None] // torch.tensor([[2], [3]])[:b]
+    pos_k = torch.arange(s)[None] // 2
     near_only = AttentionSpec(position=SlidingWindow(window=3))
     for spec in (PLAIN, near_only):
         check_with(spec, pos_q=pos_k[:, -t:] - 3, pos_k=pos_k)
@@ -187,6 +191,18 @@ def test_masks_windows_and_positions_hide_what_they_hide(shape, latent, taken):
     assert taken == ([True, False] if latent else [True]) * 15
     padded[-1] = False
     assert not check_with(mask=padded)[-1].any()
+
+
+@torch.no_grad()
+def test_positions_of_each_sequence_decide_which_keys_are_visible(
+    taken,
+):
+    pos_k = torch.tensor([[0, 0, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6, 7, 8]])
+    pos_q = torch.tensor([[4], [7]])
+    for position in (SlidingWindow(window=3), Rope()):
+        spec = AttentionSpec(position=position)
+        check(make_call(spec, *qkv(SHAPES[1], 9), pos_q=pos_q, pos_k=pos_k))
+    assert len(taken) == 2
 
 
 @torch.no_grad()
@@ -212,6 +228,18 @@ def test_large_and_tiny_logits_and_missing_numbers():
         alone = torch.tensor([False, False, True])
         call = of(shape, q, k[:, :, 3:6], mask=alone, causal=False)
         assert attend_latents(call, None, FORMULA)[0].isnan().all()
+
+
+@torch.no_grad()
+def test_one_key_has_all_weight_and_two_have_those_worked_by_hand():
+    op = torch.ops.qkeel_native.decode
+    options = (None, None, 1.0, 0.0, True, 0)
+    q, k, v = torch.ones(1, 1, 1, 8), torch.ones(1, 1, 2, 8), torch.arange(16.0)
+    v = v.view(1, 1, 2, 8)
+    assert torch.equal(op(q, k[:, :, :1], v[:, :, :1], *options), v[:, :, :1])
+    k[:, :, 1] -= torch.log(torch.tensor(3.0)) / 8  # weights 3/4 and 1/4
+    mean = 0.75 * v[:, :, :1] + 0.25 * v[:, :, 1:]
+    torch.testing.assert_close(op(q, k, v, *options), mean)
 
 
 def test_what_is_not_for_it_is_refused_and_left_to_others():
@@ -252,3 +280,34 @@ def test_latents_that_it_cannot_read_stay_with_torch(taken, monkeypatch):
     assert not any(taken)
     attend_latents(of(shape, q, k), inverse, FORMULA)
     assert taken[-1]
+
+
+@pytest.mark.parametrize("cap", [NoCap(), Softcap(2.0)])
+@torch.no_grad()
+def test_a_module_of_latents_decodes_with_it_what_it_computes_at_once(cap, taken):
+    sizes = LatentSizes(
+        q_latent=48, kv_latent=64, rope_dim=16, nope_dim=32, value_dim=32
+    )
+    spec = AttentionSpec(norm=RMSNorm(gain="dim"), cap=cap)
+    module = MLA(64, 16, sizes=sizes, spec=spec, latent_norm=True).eval()
+    x, cache, outputs = torch.randn(2, 16, 64), module.new_cache(), []
+    for start, end in ((0, 9), (9, 13), (13, 14), (14, 15), (15, 16)):
+        outputs.append(module(x[:, start:end], cache=cache))
+    torch.testing.assert_close(torch.cat(outputs, 1), module(x), rtol=1e-5, atol=3e-6)
+    assert taken == [True] * 4
+
+
+@pytest.mark.slow
+def test_one_graph_of_the_compiler(tmp_path):
+    (tmp_path / "graph.py").write_text("""
+import torch, qkeel
+torch.set_grad_enabled(False)
+q, k, v = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 30, 16), torch.randn(1, 2, 30, 16)
+spec = qkeel.AttentionSpec()
+qkeel.attention(q, k, v, spec=spec, impl="decode")
+attend = lambda q, k, v: qkeel.attention(q, k, v, spec=spec, impl="decode")
+f = torch.compile(attend, fullgraph=True, backend="aot_eager")
+torch.testing.assert_close(f(q, k, v), qkeel.attention(q, k, v, spec=spec))
+""")
+    done = forked.python(["graph.py"], tmp_path, environment={"QKEEL_NATIVE": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -15,9 +15,11 @@ from qkeel import reference
 from qkeel.errors import (
     InvalidTypeError,
     InvalidValueError,
+    QkeelWarning,
     RefusedError,
 )
 from qkeel.functional.norms import l2_norm
+from qkeel.kernels.native import build, operators
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -341,6 +343,35 @@ def module(x=None, dtype=torch.float32, **options):
     return qkeel.nn.Attention(16, 2, spec=SPEC).to(dtype)(x, **options)
 
 
+def another_architecture(folder, m):
+    """A cache with a library whose head says AArch64, and no compiler to make a better one."""
+    m.setenv("QKEEL_NATIVE_CACHE", str(folder))
+    m.setenv("CXX", "/no/compiler")
+    head = b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x03\x00\xb7\x00" + bytes(1000)
+    (folder / f"{build.NAME}-{build.key()}.so").write_bytes(head)
+
+
+def nowhere_to_write(folder, m):
+    (folder / "file").write_text("")
+    m.setenv("QKEEL_NATIVE_CACHE", str(folder / "file" / "below"))
+
+
+@pytest.mark.parametrize("spoil", [another_architecture, nowhere_to_write])
+def test_where_nothing_can_be_compiled_torch_computes_after_one_warning(
+    spoil, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as off:
+        off.setenv("QKEEL_NATIVE", "0")
+        true = attend()
+    unloaded = functools.cache(operators._loaded.__wrapped__)
+    monkeypatch.setattr(operators, "_loaded", unloaded)
+    spoil(tmp_path, monkeypatch)
+    with pytest.warns(QkeelWarning, match="without its compiled") as warned:
+        outputs = [attend(), attend()]
+    assert all(torch.equal(x, true) for x in outputs)
+    assert len(warned) == 1
+
+
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("d", [4, 12, 1030])
 def test_other_widths_are_torchs(d, monkeypatch):
@@ -376,3 +407,21 @@ def test_bad_input_is_one_clear_error(name, native, monkeypatch):
     do, error = BAD[name]
     with pytest.raises(error):
         do()
+
+
+@pytest.mark.usefixtures("library")
+def test_positions_that_are_no_numbers_see_nothing_by_either_path(
+    monkeypatch,
+):
+    pos = torch.arange(5.0)
+    pos[2] = torch.nan
+    for options in (
+        {"pos_q": pos, "pos_k": torch.arange(5.0)},
+        {"pos_q": pos, "pos_k": pos},
+    ):
+        found = []
+        for native in ("1", "0"):
+            monkeypatch.setenv("QKEEL_NATIVE", native)
+            out, stats = attend(stats=True, **options)
+            found.append((out, stats.max_logit, stats.n_pairs))
+        torch.testing.assert_close(*found, equal_nan=True)

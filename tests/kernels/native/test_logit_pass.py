@@ -206,3 +206,13 @@ def test_what_is_not_finite_is_reported_as_torch_reports_it(value, where):
             torch.testing.assert_close(
                 *values, rtol=1e-5, atol=1e-6, equal_nan=True, msg=name
             )
+
+
+def test_ends_beyond_the_keys_are_the_ends_of_the_keys():
+    q, scale = torch.randn(1, 2, 3, 8), torch.ones(1, 2, 3)
+    ends = torch.full((1, 3), -9), torch.full((1, 3), 12)
+    far, near = (
+        torch.ops.qkeel_native.logit_extremes(q, q, scale, *e, None)
+        for e in (ends, (None, None))
+    )
+    assert torch.equal(far, near)
