@@ -299,10 +299,10 @@ def test_a_query_mask_is_taken_only_where_it_is_of_the_calls_own_rows():
     call = make_call(AttentionSpec(), *draw(t=3))
     mask = torch.tensor([[True, False, True], [True, True, False]])
     masked = with_query_mask(call, mask)
-    assert masked.query_mask is not None
     assert torch.equal(masked.query_mask, mask)
     assert (masked.q is call.q, call.query_mask) == (True, None)
-    with pytest.raises(InvalidTypeError):
-        with_query_mask(call, mask.float())
+    for wrong in (mask.float(), mask.tolist()):
+        with pytest.raises(InvalidTypeError):
+            with_query_mask(call, wrong)
     for other in (mask[:1], mask[0], mask.T, mask[:, :1], mask[None]):
         assert with_query_mask(call, other) is call
