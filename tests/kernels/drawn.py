@@ -50,7 +50,7 @@ def mask_of_pairs(rng, b, h, t, s):
         [
             mask_of_keys(rng, b, h, t, s),
             pairs,
-            torch.arange(s)[None] >= torch.arange(b)[:, None] * (s // 4),
+            (torch.arange(s) >= torch.arange(b)[:, None] * (s // 4))[:, None, None],
             torch.randn(1, h, t, s).masked_fill(~pairs[:1], -torch.inf),
             torch.randn(1, 1, 1, s),
             torch.randn(b, 1, t, s).masked_fill(~pairs, lowest).half(),

@@ -268,6 +268,12 @@ def test_runs_without_a_result_are_listed(tmp_path):
     assert "report-data" not in html
 
 
+def test_long_curves_of_held_out_loss_are_thinned_to_every_nth(tmp_path):
+    run = make_run(tmp_path / "run", Made(steps=6500))
+    (curves,) = chart_data(read_study(run))["runs"]  # type: ignore[misc]
+    assert [step for step, _ in curves["val_loss"]] == list(range(0, 6501, 100))
+
+
 def test_nan_survives_as_null(tmp_path):
     study = make_study(
         tmp_path / "study",

@@ -20,6 +20,7 @@ from tests.kernels.harness import (
 from qkeel import reference
 from qkeel.errors import RefusedError
 from qkeel.kernels.attention.compiled import Native
+from qkeel.kernels.statistics import stats_of_rows
 from qkeel.ops import KERNELS, choose, run
 from qkeel.spec import (
     ALiBi,
@@ -43,6 +44,11 @@ def check_all(call, case):
     out = check(call, case, NATIVE)
     same, rows = NATIVE.with_rows(call)
     assert torch.equal(out, same), case
+    stats = stats_of_rows(call, rows)
+    sees = stats.max_logit > -torch.inf
+    capped = call.spec.cap.apply(stats.max_logit[sees])
+    torch.testing.assert_close(stats.capped_max_logit[sees], capped)
+    assert (stats.capped_max_logit[~sees] == -torch.inf).all()
     if call.q.dtype == torch.float32:
         check_rows(call, case, rows)
     check_gradients(call, case, NATIVE)
