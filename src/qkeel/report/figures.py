@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import numpy as np
@@ -20,9 +19,6 @@ from qkeel.report.html import rate
 from qkeel.report.study_runs import BASELINE, StudyData, as_paths, read_study
 from qkeel.report.watch_page import short_names
 from qkeel.report.watched_runs import Watched, is_watched, read_watched
-
-if TYPE_CHECKING:
-    from qkeel.audit import AttentionMaps
 
 FORMATS = ("pdf", "svg", "png")
 # Inches: one column of a two-column page.
@@ -60,7 +56,7 @@ _UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
 
 
 def figures(
-    path: str | Path | AttentionMaps,
+    path: str | Path | Mapping[str, object],
     out: str | Path,
     *,
     formats: Sequence[str] = ("pdf", "svg"),
@@ -134,7 +130,7 @@ def check_settings(formats: Sequence[str], width: float) -> None:
         import matplotlib as mpl  # pyright: ignore[reportMissingImports]  # noqa: F401
 
 
-def _of_maps(maps: AttentionMaps, width: float) -> Iterator[tuple[str, Foreign]]:
+def _of_maps(maps: Foreign, width: float) -> Iterator[tuple[str, Foreign]]:
     for layer in maps:
         # Quoted, so that no two layers share a file, and none lies in another folder.
         name = f"attention_{quote(layer, safe='#')}".removesuffix("_")
