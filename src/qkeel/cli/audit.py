@@ -291,7 +291,7 @@ def of_model(name: str, ask: Callable[[nn.Module, object], Answer]) -> Answer:
     except QkeelError:
         raise
     except Exception as error:
-        # Not the exit code of a model that is not healthy, which a CI has to tell apart.
+        # A crash must not exit as an unhealthy model does, so that a CI can tell the two apart.
         traceback.print_exc()
         raise DataError(
             f"expected {name} to give a model that runs on its batch, but it raised {type(error).__name__}: {error}"
@@ -306,9 +306,8 @@ def _model_and_batch(name: str) -> tuple[nn.Module, object]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # A library that the module needs is another error than the module itself.
         if error.name != module_name.partition(".")[0] and error.name != module_name:
-            # What the module imports is missing.
+            # The module is there, and a library that it imports is missing.
             raise
         raise DataError(
             f"expected a module {module_name} on Python's path or in {Path.cwd()}, found none"
