@@ -287,16 +287,17 @@ def _has_no_attention(module: nn.Module) -> bool:
 def tensors(value: object) -> list[Tensor]:
     """Every tensor in nested tuples, lists and dicts."""
     # A list, because each tensor that a generator yields costs a call of Python.
-    tensors, left = [], [value]
+    leaves: list[Tensor] = []
+    left = [value]
     while left:
         item = left.pop()
         if isinstance(item, torch.Tensor):
-            tensors.append(item)
+            leaves.append(item)
         elif isinstance(item, dict):
             left.extend(reversed(item.values()))
         elif isinstance(item, (tuple, list)):
             left.extend(reversed(item))
-    return tensors
+    return leaves
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
