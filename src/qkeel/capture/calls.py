@@ -745,6 +745,10 @@ class SiteStatistics(Mapping[str, LogitStats]):
     def __len__(self) -> int:
         return sum(map(len, self.joint))
 
+    def __bool__(self) -> bool:
+        # Whether there are some is asked more often than how many.
+        return bool(self._waiting or self._joint)
+
     def _reduce(self) -> None:
         waiting, self._waiting, self._n_waiting = self._waiting, [], 0
         names = [name for name, _ in waiting]
@@ -808,8 +812,8 @@ class SiteStatistics(Mapping[str, LogitStats]):
             return self
         sites = dict(self)
         for name, heads in self.heads.items():
-            # The module may have made an ordinary call as well, which then has its name.
             site = cat_heads([sites.pop(head) for head in heads])
+            # An ordinary call of the same module already has its name; the joined heads keep that of the first.
             sites[name if name not in sites else heads[0]] = site
         return sites
 

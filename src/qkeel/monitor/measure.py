@@ -148,7 +148,7 @@ class StepNumbers(Visitor):
         self._frame = None
 
     def reads_plain(self, name: str) -> bool:
-        return self.sites.shows_all(name)
+        return name not in self.sites.hiding
 
     def call(self, name: str, call: Seen, candidate: bool) -> None:
         if self.sites.see(name, call):
