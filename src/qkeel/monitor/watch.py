@@ -247,7 +247,10 @@ def _training(
         stepped = [p for group in entry.param_groups for p in group["params"]]
         if not weights.isdisjoint(map(id, in_backward)):
             caution(_IN_BACKWARD)
-        elif weights.isdisjoint(map(id, stepped)):
+        # DeepSpeed's ZeRO gives an optimizer flat pieces in place of the model's parameters.
+        elif weights.isdisjoint(map(id, stepped)) and not any(
+            map(dist.zero_stage, models)
+        ):
             raise InvalidValueError(
                 "the optimizer does not contain any of the model's parameters; pass the optimizer that trains this "
                 "model, created from model.parameters()"
