@@ -281,22 +281,15 @@ def test_a_script_that_fails_keeps_what_was_measured_and_is_not_complete(
     assert directory.status is RunStatus.STARTED
 
 
-def test_a_fault_in_the_search_for_models_is_the_reason(tmp_path, here, monkeypatch):
-    def fails(optimizer):
+@pytest.mark.parametrize(
+    "place",
+    ["cli.watched_program.chains", "monitor.measure.StepNumbers.before"],
+)
+def test_a_fault_of_the_watcher_is_the_reason(place, tmp_path, here, monkeypatch):
+    def fails(*_):
         raise RuntimeError("no room")
 
-    monkeypatch.setattr("qkeel.cli.watched_program.chains", fails)
-    script(tmp_path, "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=1))")
-    code, _, err = here("--", "python", "train.py")
-    assert code == 0
-    assert err.splitlines()[-1] == "qkeel: nothing was measured: see above"
-
-
-def test_a_monitor_that_switched_itself_off_is_the_reason(tmp_path, here, monkeypatch):
-    def fails(self, *call):
-        raise RuntimeError("no room")
-
-    monkeypatch.setattr("qkeel.monitor.measure.StepNumbers.before", fails)
+    monkeypatch.setattr(f"qkeel.{place}", fails)
     script(tmp_path, "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=1))")
     code, _, err = here("--", "python", "train.py")
     assert code == 0

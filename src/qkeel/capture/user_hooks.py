@@ -19,6 +19,7 @@ from qkeel.capture.readers import unobserved
 from qkeel.patching.modes import (
     global_hooks,
     gradient_hooks,
+    hook_tables,
     hooks_after,
     hooks_before,
     idle,
@@ -115,17 +116,13 @@ class _Unobserved:
 def recording_unobserved(modules: Iterable[nn.Module]) -> Iterator[None]:
     """A context in which forward hooks of modules that return nothing, or an argument of theirs, run unobserved:
     attention that they compute from what they see, as probes that log weights do, is none of the model's."""
-    wrapped: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any]]] = []
-    tables = [*global_hooks()]
-    for module in modules:
-        # Nearly all are empty.
-        tables += filter(None, (hooks_before(module), hooks_after(module)))
-    for table in tables:
-        wrapped += [
-            (table, key, hook)
-            for key, hook in _own_hooks(table)
-            if returns_nothing(hook, or_argument=True) and table[key] is hook
-        ]
+    wrapped = [
+        (table, key, hook)
+        for table in (*global_hooks(), *hook_tables(modules))
+        for key, hook in table.items()
+        # Torch numbers its hooks; those that a step puts by `put_hooks` have other keys.
+        if type(key) is int and _records(hook)
+    ]
     for table, key, hook in wrapped:
         table[key] = _Unobserved(hook)
     try:
@@ -135,6 +132,12 @@ def recording_unobserved(modules: Iterable[nn.Module]) -> Iterator[None]:
             # The pass may have removed the hook.
             if key in table:
                 table[key] = hook
+
+
+def _records(hook: Callable[..., Any]) -> bool:
+    """True if a hook is the program's, may compute attention, and changes no value."""
+    is_needed = isinstance(hook, _Unobserved) or _is_of(_WITH_NEEDED_HOOKS, hook)
+    return not is_needed and returns_nothing(hook, or_argument=True)
 
 
 def _own_hooks(

@@ -17,7 +17,6 @@ from qkeel.capture.intercept import (
     CaptureMode,
     PlainCall,
     Search,
-    name_of,
 )
 from qkeel.capture.named_attention import BY_NAME
 from qkeel.capture.readers import FLASH_AND_FLEX, SDPA
@@ -132,7 +131,8 @@ class ObservedPass:
             module.observers.append(observer)
             around.callback(module.observers.remove, observer)
         search = self.tap.visitor.search() if self.kept is None else None
-        by_caller = self.tap.facts.by_caller
+        facts = self.tap.facts
+        by_caller = facts.by_caller
         only_in = None
         if self.kept is None and by_caller is None:
             only_in = self.tap.places()
@@ -145,15 +145,15 @@ class ObservedPass:
             self._foreign,
             guard=self.tap.guard,
             rows=self.tap.measure_rows is not None and self.kept is None,
-            described=self.tap.facts.described,
-            layouts=self.tap.facts.layouts,
+            described=facts.described,
+            layouts=facts.layouts,
             only_in=only_in,
             search=None if search is None else functools.partial(self._find, search),
         )
         watcher.stack.by_caller = by_caller
         if search is not None:
             watcher.stack.by_caller = by_caller or {}
-        watcher.key_heads = self.tap.facts.key_heads
+        watcher.key_heads = facts.key_heads
         self._read_indexers(watcher)
         if call is not None and only_in is None:
             watcher.stack.begun(call[0], dict(call[1]))
@@ -237,19 +237,12 @@ class ObservedPass:
         self._take(name, call, measure=lambda _: measure(call, rows))
 
     def _plain(
-        self,
-        frame: ModuleCall,
-        ordinal: int,
-        q: Tensor,
-        k: Tensor,
-        scale: float,
-        causal: bool,
+        self, name: str, q: Tensor, k: Tensor, scale: float, causal: bool
     ) -> bool:
         """Measures a call of torch's own function from q and k, and returns whether that was possible."""
         measure = self.tap.measure_plain
         if measure is None or not self.tap.active or extra_of_another(self.tap):
             return False
-        name = frame.name if ordinal == 0 else name_of(frame, ordinal)
         if not self.tap.visitor.reads_plain(name):
             return False
         stats = measure(q, k, scale, causal)
