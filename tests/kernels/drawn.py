@@ -26,7 +26,7 @@ SLOTS = {
         *(SlidingWindow(window=w, inner=NoPosition()) for w in (1, 4, 40, 70)),
     ],
     "scale": [
-        Learned(init=3.0, log=True),
+        Learned(init=0.2, log=True),
         Learned(init=0.2, per="head"),
         LogN(train_length=9),
         Fixed(-0.2),
