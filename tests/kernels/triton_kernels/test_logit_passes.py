@@ -1,5 +1,7 @@
 """The two passes over logits of a GPU, all statistics and the extremes alone, against torch's operators in float64."""
 
+import dataclasses
+
 import pytest
 import torch
 from tests.contract.conformance.cases import widened
@@ -15,6 +17,7 @@ from qkeel.kernels.statistics import logit_stats, max_stats
 from qkeel.spec import (
     ALiBi,
     AttentionSpec,
+    Fixed,
     Sink,
     Softcap,
 )
@@ -105,6 +108,12 @@ def test_what_is_not_finite_shows_in_its_head_alone(kind):
         extremes = max_stats(call)
         finite = extremes.max_logit.isfinite() & extremes.min_logit.isfinite()
         assert (~finite).tolist() == broken
+
+
+def test_a_negative_scale_rounds_no_query_of_half_precision():
+    call = call_of(AttentionSpec(scale=Fixed(-0.2)), 20, 20)
+    q, k = (40 * call.q).half(), call.k.half()
+    check(dataclasses.replace(call, q=q, k=k, v=k), "negative")
 
 
 def test_what_hidden_keys_hold_does_not_matter():
