@@ -245,6 +245,19 @@ def hooks_after(module: nn.Module) -> dict[int, Callable[..., Any]]:
     return module._forward_hooks
 
 
+def filled_hook_tables(
+    modules: Iterable[nn.Module],
+) -> list[dict[int, Callable[..., Any]]]:
+    """Returns the tables of forward pre-hooks and forward hooks of these modules that are not empty, as few are."""
+    tables: list[dict[int, Callable[..., Any]]] = []
+    for module in modules:
+        if module._forward_pre_hooks:
+            tables.append(module._forward_pre_hooks)
+        if module._forward_hooks:
+            tables.append(module._forward_hooks)
+    return tables
+
+
 def global_hooks() -> tuple[
     dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]
 ]:
@@ -429,7 +442,7 @@ def pickle_by(
 # Torch operators without a public function: attention kernels, and operators over lists.
 
 # They return (output, row logsumexps, ...); F.scaled_dot_product_attention returns only the output.
-flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_on_cpu = torch._scaled_dot_product_flash_attention_for_cpu
 flash_on_cpu_backward = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 )
@@ -873,9 +886,8 @@ def only_reading_modes() -> bool:
     return all([isinstance(mode, ReadingMode) for mode in modes])
 
 
-def number_of_modes() -> int:
-    """Returns how many function modes are active in this thread."""
-    return torch._C._len_torch_function_stack()
+# Returns how many function modes are active in this thread. Every call of attention asks.
+number_of_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
 def push_mode(mode: TorchFunctionMode) -> None:

@@ -23,7 +23,7 @@ from qkeel.capture.named_attention import BY_NAME
 from qkeel.capture.readers import FLASH_AND_FLEX, SDPA
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.kernels.logits import compiled as logit_pass
-from qkeel.kernels.statistics import CallRows, bounded_max_stats
+from qkeel.kernels.statistics import CallRows, bounded_maxima
 from qkeel.nn import functional_attention
 from qkeel.nn.attention import Observer, RowObserver, SpecModule
 from qkeel.patching.forward import extra_of_another
@@ -132,7 +132,8 @@ class ObservedPass:
             module.observers.append(observer)
             around.callback(module.observers.remove, observer)
         search = self.tap.visitor.search() if self.kept is None else None
-        by_caller = self.tap.facts.by_caller
+        facts = self.tap.facts
+        by_caller = facts.by_caller
         only_in = None
         if self.kept is None and by_caller is None:
             only_in = self.tap.places()
@@ -145,15 +146,15 @@ class ObservedPass:
             self._foreign,
             guard=self.tap.guard,
             rows=self.tap.measure_rows is not None and self.kept is None,
-            described=self.tap.facts.described,
-            layouts=self.tap.facts.layouts,
+            described=facts.described,
+            layouts=facts.layouts,
             only_in=only_in,
             search=None if search is None else functools.partial(self._find, search),
         )
         watcher.stack.by_caller = by_caller
         if search is not None:
             watcher.stack.by_caller = by_caller or {}
-        watcher.key_heads = self.tap.facts.key_heads
+        watcher.key_heads = facts.key_heads
         self._read_indexers(watcher)
         if call is not None and only_in is None:
             watcher.stack.begun(call[0], dict(call[1]))
@@ -262,12 +263,13 @@ class ObservedPass:
     def _bounded(self, name: str, lse: Tensor, plain: PlainCall | None) -> bool:
         """Takes the logsumexps of a call's rows for the largest logits of heads that they keep under the threshold."""
         threshold = self.tap.threshold
-        if threshold is None or not self.tap.active or extra_of_another(self.tap):
+        # After the tap was removed, nobody reads what this pass has collected.
+        if threshold is None or extra_of_another(self.tap):
             return False
-        stats = bounded_max_stats(lse, threshold, plain)
-        if stats is None:
+        largest = bounded_maxima(lse, threshold, plain)
+        if largest is None:
             return False
-        self.sites.add(name, stats, None)
+        self.sites.add(name, largest, None)
         self.calls += 1
         return True
 
