@@ -1,4 +1,4 @@
-"""Of layers that are alike one is read, the others run twice, and a layer that only seems to be alike is seen."""
+"""Of layers that are alike one is read, the others run once, and a layer that only seems to be alike is seen."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ def verified(sites):
 
 
 @pytest.mark.parametrize("heads", [2 * H])
-def test_eight_plain_layers_are_read_once_and_rerun_twice_each(
-    heads, runs, monkeypatch
-):
+def test_of_eight_plain_layers_one_is_read_and_verified(heads, runs, monkeypatch):
     read = []
     traced_part = search.traced_part
 
@@ -74,7 +72,7 @@ def test_eight_plain_layers_are_read_once_and_rerun_twice_each(
     model = nn.Sequential(*(Joint(fused_causal, M, heads) for _ in range(8)))
     assert verified(find_sites(model, x())) == [True] * 8
     assert len(read) == 1
-    assert {name: runs.count(name) for name in runs} == {str(i): 2 for i in range(8)}
+    assert set(runs) == {"0"}
 
 
 # A permutation of each cycle type, and a second pair.

@@ -1,34 +1,34 @@
-"""Finds the sites of a module that is made and called like one whose sites are known.
+"""Tells modules that compute what another one computes, whose site is known.
 
 Nearly all layers of a model are alike. Once one of them has been read from the graph of its pass, the sites of another
-are the same but for the names of weights. A copy of it runs twice, without a graph: as it is, which must make the same
-calls, and with other rows, which must act as those of the first. Otherwise the module is read itself.
+are the same but for the names of weights. A copy of the other in which the weights of the first stand runs once, on what
+the first was called with: it must make the same calls, with the same queries and keys. Otherwise the module is read
+itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from qkeel.capture.calls import ScoresCall
-from qkeel.capture.example import GivenArguments, ModuleCall, mapped, tensors
-from qkeel.capture.intercept import CapturedCall
-from qkeel.capture.user_hooks import hooks_held_back
-from qkeel.patching.forward import extra_pass
-from qkeel.patching.modes import Args, Kwargs, modules_of
-from qkeel.sites.alone import COPY_MARK, hidden_states
-from qkeel.sites.site import Sites, renamed
-from qkeel.sites.trace import PartTrace
-from qkeel.sites.verify import (
-    ChangedWeights,
-    Experiment,
-    LogitReader,
-    RecordedCall,
-    Rerun,
+from qkeel.capture.example import (
+    ModuleCall,
+    mapped,
+    undisturbed,
 )
+from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.patching.forward import extra_pass
+from qkeel.patching.modes import modules_of
+from qkeel.sites.alone import COPY_MARK, PartOfArguments, copy_of, hidden_states
+from qkeel.sites.run import forward
+from qkeel.sites.site import AttentionSite, Sites, renamed, within
+from qkeel.sites.trace import PartTrace
+from qkeel.sites.verify import EnoughError, LogitReader, name_of_call
 
 # What torch keeps in every module, such as hooks, and the mark of copies.
 _NO_SETTINGS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "training"}
@@ -42,124 +42,116 @@ class KnownModule:
 
     Attributes:
         kind: its class.
+        part: the part of the arguments with which its copy ran.
+        copied: its copy, as it was before the call.
 
     Args:
         frame: the call of the module.
         name: its name in the model.
-        copied: its copy, as it was before the call.
+        part, copied: see above.
         trace: the trace of the copy.
-        is_proportional: whether its logits are proportional to the rows of q and of k.
     """
 
     def __init__(
         self,
         frame: ModuleCall,
         name: str,
+        part: PartOfArguments,
         copied: nn.Module,
         trace: PartTrace,
-        *,
-        is_proportional: bool,
     ) -> None:
-        self.kind = type(frame.module)
-        self._name, self._copied, self._trace = name, copied, trace
-        self._is_proportional = is_proportional
+        self.kind, self.part, self.copied = type(frame.module), part, copied
+        self._name, self._trace = name, trace
         self._structure, self._constants = _arguments_of(frame)
-        # The number of other modules that have been compared with it.
-        self._n_alike = 0
+        self._given = part.given(frame)
+        (self._site,) = trace.sites
+        self._weights = _drawn_weights(frame.module, name, self._site)
+        self._calls = self._calls_of(copied)
+        self._readers = [LogitReader(call.call) for call in self._calls]
 
     def is_like(self, frame: ModuleCall, name: str) -> bool:
         """True if the module of a call has the same classes, settings and buffers, the same shapes of weights, and
         arguments of the same structure, with the same tensors where these are no hidden states."""
-        if not _are_alike(self._copied, frame.module, self._name, name):
+        if not _are_alike(self.copied, frame.module, self._name, name):
             return False
         structure, constants = _arguments_of(frame)
         return structure == self._structure and all(
             a is b or torch.equal(a, b) for a, b in zip(self._constants, constants)
         )
 
-    def trace_of(
-        self,
-        name: str,
-        copied: nn.Module,
-        alone: nn.Module,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> PartTrace | None:
-        """The trace of the copy of a module like this one, without a graph, or None if runs of it do not confirm that
-        its rows act as those of this one.
-
-        Args:
-            name: the name of the module in the model.
-            copied: its copy.
-            alone: what stands for the model around the copy.
-            args, kwargs: what the copy is called with.
-        """
-        (known,) = self._trace.sites
-        site = dataclasses.replace(
-            renamed(known, lambda path: name + path.removeprefix(self._name)),
-            module=self._counterpart(known.module, copied),
-        )
-        frame = ModuleCall(
-            name=name,
-            module=copied,
-            parent=None,
-            given=GivenArguments(args, kwargs, [*tensors((args, kwargs))]),
-        )
-        known_calls = self._trace.calls[known.name]
-        calls = [self._moved(call, frame) for call in known_calls]
-        readers = [LogitReader(call.captured.call) for call in known_calls]
-        weights = ChangedWeights(alone, site)
-        self._n_alike += 1
-        with extra_pass(alone), torch.inference_mode(False), hooks_held_back(alone):
-            rerun = Rerun(site, frame, calls, readers, weights.parameters)
-            with rerun.opened():
-                rerun.base = rerun.logits(weights.filled())
-                captured = rerun.calls
-                experiment = Experiment(site, weights, rerun)
-                is_confirmed = all(map(_is_same_call, known_calls, captured)) and (
-                    experiment.is_proportional()
-                    and experiment.multiplies_queries(captured)
-                    if self._is_proportional
-                    else experiment.moves_thirds(self._n_alike)
-                )
-        if not is_confirmed:
+    def trace_of(self, module: nn.Module, name: str) -> PartTrace | None:
+        """The trace of a module like this one, without a graph, or None if it does not compute the same with the same
+        weights. `name` is its name in the model."""
+        if not all(x.untyped_storage().size() for x in self._weights.values()):
+            # fully_shard has freed them at the end of the module's call.
             return None
-        return PartTrace(
-            part=alone,
+        calls = self._calls_of(module)
+        if len(calls) != len(self._calls) or not all(
+            map(_is_same_call, self._calls, calls, self._readers)
+        ):
+            return None
+        site = renamed(self._site, lambda path: name + path.removeprefix(self._name))
+        return dataclasses.replace(
+            self._trace,
             sites=Sites([site]),
-            calls={
-                site.name: [
-                    dataclasses.replace(
-                        call,
-                        captured=dataclasses.replace(call.captured, call=after.call),
-                    )
-                    for call, after in zip(calls, captured)
-                ]
-            },
+            calls={site.name: self._trace.calls[self._site.name]},
             values={},
-            has_graph=False,
         )
 
-    def _moved(self, call: RecordedCall, frame: ModuleCall) -> RecordedCall:
-        """The same call of the copy of another module, whose own call is `frame`."""
-        captured = call.captured
-        (own_frame,) = [x for x in captured.frame.line() if x.module is self._copied]
-        module = self._counterpart(captured.frame.module, frame.module)
-        path = captured.frame.name.removeprefix(self._name)
-        inner = frame
-        if module is not frame.module:
-            inner = ModuleCall(name=frame.name + path, module=module, parent=frame)
-        return RecordedCall(
-            captured=dataclasses.replace(captured, frame=inner),
-            positions={id(frame): call.positions[id(own_frame)]},
-        )
+    def _calls_of(self, module: nn.Module) -> list[CapturedCall]:
+        """The attention calls of a copy of a module in which the weights of this one stand."""
+        names = {id(inner): path for path, inner in modules_of(self.copied).items()}
+        recorded = self._trace.calls[self._site.name]
+        (frame,) = [
+            x for x in recorded[0].captured.frame.line() if x.module is self.copied
+        ]
+        n_calls = 1 + max(call.positions[id(frame)] for call in recorded)
+        calls: list[CapturedCall] = []
 
-    def _counterpart(self, module: nn.Module, copied: nn.Module) -> nn.Module:
-        """The submodule of another copy that stands where this one has a module."""
-        for path, inner in self._copied.named_modules():
-            if inner is module:
-                return copied.get_submodule(path)
-        raise LookupError(f"{type(module).__name__} is no part of {self._name}")
+        def note(captured: CapturedCall) -> None:
+            if len(calls) < n_calls:
+                calls.append(captured)
+                if len(calls) == n_calls:
+                    raise EnoughError
+
+        copied = copy_of(module, (), self._weights)
+        within_copy = {name_of_call(call.captured, names) for call in recorded}
+        layout, heads = self._site.layout, (self._site.n_heads, self._site.n_kv_heads)
+        watcher = CaptureMode(
+            copied,
+            note,
+            layouts={} if layout is None else dict.fromkeys(within_copy, layout),
+        )
+        if self._site.key_heads is None:
+            watcher.key_heads = dict.fromkeys(within_copy, heads)
+        with (
+            extra_pass(copied),
+            torch.inference_mode(False),
+            undisturbed(copied),
+            self._given.as_given(),
+            suppress(EnoughError),
+        ):
+            torch.manual_seed(0)
+            args, kwargs = self._given.copied(torch.clone)
+            forward(copied, watcher, args, kwargs, graph=False, together=False)
+        return calls
+
+
+def _drawn_weights(
+    module: nn.Module, name: str, site: AttentionSite
+) -> dict[str, Tensor]:
+    """The weights of a module by their names in it, of which those of q and k are drawn at random: rows that are equal or
+    zero would not show which of them makes what."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = {s.parameter for s in (*site.query, *site.key)}
+    weights: dict[str, Tensor] = {}
+    for path, p in module.named_parameters(remove_duplicate=False):
+        if within(name, path) in drawn:
+            noise = torch.randn(p.shape, generator=generator)
+            weights[path] = (noise * p[0].numel() ** -0.5).to(p)
+        else:
+            weights[path] = p
+    return weights
 
 
 def _are_alike(module: nn.Module, other: nn.Module, name: str, other_name: str) -> bool:
@@ -221,9 +213,13 @@ def _arguments_of(frame: ModuleCall) -> tuple[object, list[Tensor]]:
     return mapped((frame.given.args, frame.given.kwargs), described), constants
 
 
-def _is_same_call(known: RecordedCall, captured: CapturedCall) -> bool:
-    """True if a call computes its logits by the same formula as a known one."""
-    before, after = known.captured.call, captured.call
+def _is_same_call(
+    known: CapturedCall, captured: CapturedCall, read: LogitReader
+) -> bool:
+    """True if a call computes the same logits as a known one, by the same formula and from the same queries and keys.
+
+    read: the reader of the known call's logits."""
+    before, after = known.call, captured.call
     if type(before) is not type(after) or before.spec != after.spec:
         return False
     if (
@@ -232,6 +228,25 @@ def _is_same_call(known: RecordedCall, captured: CapturedCall) -> bool:
         and (before.lost, before.sink is None) != (after.lost, after.sink is None)
     ):
         return False
-    return (
-        captured.how == known.captured.how and before.query_shape == after.query_shape
+    if captured.how != known.how or before.query_shape != after.query_shape:
+        return False
+    return all(
+        _is_close(a, b)
+        for a, b in (
+            (before.q, after.q),
+            (before.k, after.k),
+            (read.recorded, read(after)),
+        )
+    )
+
+
+def _is_close(first: Tensor | None, second: Tensor | None) -> bool:
+    """True if tensors are equal up to rounding; NaN stands for hidden pairs."""
+    if first is None or second is None or first.shape != second.shape:
+        return False
+    largest = float(first.abs().nan_to_num(0.0).amax())
+    limit = 16 * torch.finfo(first.dtype).eps * largest
+    is_shown = 0 < largest < float("inf")
+    return is_shown and torch.allclose(
+        first, second, rtol=0.0, atol=limit, equal_nan=True
     )

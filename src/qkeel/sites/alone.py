@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from qkeel import distributed as dist
 from qkeel.capture.contents import reachable
-from qkeel.capture.example import ModuleCall
+from qkeel.capture.example import GivenArguments, ModuleCall, tensors
 from qkeel.capture.readers import unobserved
 from qkeel.capture.user_hooks import is_of_library
-from qkeel.patching.modes import Args, CollectiveMode, Kwargs, without_modes
+from qkeel.patching.modes import CollectiveMode, without_modes
 from qkeel.sites.run import saving_unseen
 from qkeel.sites.verify import refuse_collective
 
@@ -51,13 +51,22 @@ class PartOfModel(nn.Module):
         return inner(*args, **kwargs)
 
 
-def copy_of(module: nn.Module, shared: Iterable[nn.Parameter]) -> nn.Module:
+def copy_of(
+    module: nn.Module,
+    shared: Iterable[nn.Parameter],
+    weights: Mapping[str, Tensor] | None = None,
+) -> nn.Module:
     """A copy of a module that may be running. Its plain parameters share the memory of the module's, whose versions its
-    writes don't raise; others, such as quantised ones, are the module's, and so are the `shared` ones of other modules."""
+    writes don't raise; others, such as quantised ones, are the module's, and so are the `shared` ones of other modules.
+
+    weights: what takes the place of the module's parameters, by their names in it."""
     memo: dict[int, Any] = {id(p): p for p in shared}
-    for p in module.parameters():
+    for name, p in module.named_parameters(remove_duplicate=False):
+        value = p if weights is None else weights[name]
         if type(p) is nn.Parameter and p.is_floating_point():
-            memo[id(p)] = nn.Parameter(p.data)
+            memo[id(p)] = nn.Parameter(value.detach())
+        elif weights is not None:
+            memo[id(p)] = value
     for inner in module.modules():
         for x in reachable(vars(inner), _holds_state):
             # Teachers and averages of weights may stand in lists, beside the tree of modules.
@@ -130,7 +139,7 @@ class PartOfArguments:
     tokens: int = 0
     doubles: bool = False
 
-    def copied(self, frame: ModuleCall) -> tuple[Args, Kwargs]:
+    def given(self, frame: ModuleCall) -> GivenArguments:
         """The part of the arguments of a call, copied. Hidden states have a node in autograd's graph, by which what is
         computed from them is told from constants, such as rotations."""
         is_hidden_state = hidden_states(frame)
@@ -144,7 +153,8 @@ class PartOfArguments:
 
         assert frame.given is not None
         with torch.inference_mode(False), torch.enable_grad():
-            return frame.given.copied(change)
+            args, kwargs = frame.given.copied(change)
+        return GivenArguments(args, kwargs, [*tensors((args, kwargs))])
 
     def _of(self, x: Tensor, batch: int) -> Tensor:
         if x.ndim < 2:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -25,6 +26,7 @@ from qkeel import distributed as dist
 from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall
 from qkeel.capture.example import (
     Caller,
+    GivenArguments,
     ModuleCall,
     copied,
     undisturbed,
@@ -69,7 +71,7 @@ from qkeel.sites.trace import (
     scored,
     traced_part,
 )
-from qkeel.sites.verify import CannotRerunError, Verification, has_same_rows
+from qkeel.sites.verify import CannotRerunError, Verification
 
 _LOG = logging.getLogger(__name__)
 
@@ -117,8 +119,8 @@ class SiteSearch:
         self._shared = {parameter for parameter, n in uses.items() if n > 1}
         # Modules whose attention is known wherever they are called, as it depends on their own weights alone.
         self._known: set[int] = set()
-        # Modules by which others are known, with the part of the arguments with which their copies ran.
-        self._known_modules: list[tuple[PartOfArguments, KnownModule]] = []
+        # Modules by which others are known.
+        self._known_modules: list[KnownModule] = []
         # Calls of other modules that were looked at, and whether they choose keys.
         self._known_calls: set[tuple[Caller | None, bool]] = set()
         # Sites that some of the tokens have shown, and modules that are run with all of them.
@@ -183,33 +185,31 @@ class SiteSearch:
             return
         (site,) = trace.sites
         is_shared = any(id(p) in self._shared for p in frame.module.parameters())
-        is_proportional = self._verification.is_proportional.get(site.name)
-        if is_proportional is None or is_shared or site.callers or trace.is_whole:
+        is_confirmed = self._verification.confirms(site.name)
+        if not is_confirmed or is_shared or site.callers or trace.is_whole:
             return
-        known = KnownModule(
-            frame,
-            self._names[id(frame.module)],
-            trace.copied,
-            trace.trace,
-            is_proportional=is_proportional,
-        )
-        self._known_modules.append((trace.part, known))
+        name = self._names[id(frame.module)]
+        try:
+            with unnoticed(waits=False):
+                known = KnownModule(frame, name, trace.part, trace.copied, trace.trace)
+        except Exception as failure:
+            _LOG.debug("%s does not run with other weights: %s", name, failure)
+        else:
+            self._known_modules.append(known)
 
     def _alike(self, frame: ModuleCall) -> ModuleTrace | None:
-        """The trace of a copy of the module of a call, or of one around it, if it is like one that is known."""
+        """The trace of the module of a call, or of one around it, if it is like one that is known."""
         for around in frame.line():
-            for part, known in self._known_modules:
+            for known in self._known_modules:
                 if type(around.module) is known.kind and around.given is not None:
                     self._name_modules(around)
-                    trace = self._trace_alike(around, part, known)
+                    trace = self._trace_alike(around, known)
                     if trace is not None:
                         return trace
         return None
 
-    def _trace_alike(
-        self, frame: ModuleCall, part: PartOfArguments, known: KnownModule
-    ) -> ModuleTrace | None:
-        """The trace of a copy of a module if it is like a known one, which was called with a `part` of its arguments."""
+    def _trace_alike(self, frame: ModuleCall, known: KnownModule) -> ModuleTrace | None:
+        """The trace of a module if it computes what a known one computes."""
         module, name = frame.module, self._names[id(frame.module)]
         is_shared = any(id(p) in self._shared for p in module.parameters())
         if is_shared or id(module) in self._whole:
@@ -217,26 +217,22 @@ class SiteSearch:
         with unnoticed(waits=False):
             try:
                 # Tensors of some layouts and dtypes can't be compared.
-                if not known.is_like(frame, name):
-                    return None
-                copied = copy_of(module, self._held)
-                alone = PartOfModel(name, copied)
-                trace = known.trace_of(name, copied, alone, *part.copied(frame))
+                is_like = known.is_like(frame, name)
+                trace = known.trace_of(module, name) if is_like else None
+                given = known.part.given(frame) if trace and self._keeps else None
             except Exception as failure:
                 _LOG.debug("%s does not run like another: %s", name, failure)
                 return None
         if trace is None:
             return None
-        alike = ModuleTrace(
-            module=module, is_whole=False, part=part, copied=copied, trace=trace
+        return ModuleTrace(
+            module=module,
+            is_whole=False,
+            part=known.part,
+            copied=known.copied,
+            trace=trace,
+            read=given and functools.partial(self._traced, module, given),
         )
-        (site,) = trace.sites
-        if not site.normed:
-            return alike
-        # What stands between the norm and the logits is told by the graph alone.
-        whole = self._whole_sites(frame)
-        is_same = len(whole) == 1 and whole[0].normed and has_same_rows(whole[0], site)
-        return alike.with_gains(whole) if is_same else None
 
     def _lacks(self, frame: ModuleCall) -> bool:
         """True if a module makes more calls than those that some of its tokens have shown; all of them are then taken,
@@ -315,21 +311,9 @@ class SiteSearch:
         waits: bool = False,
     ) -> ModuleTrace:
         """The trace of a copy of a module with a part of what it was called with."""
-        name = self._names[id(frame.module)]
         with unnoticed(waits=waits):
-            copied = copy_of(frame.module, self._held)
-            args, kwargs = part.copied(frame)
-            trace = traced_part(
-                PartOfModel(name, copied) if name else copied,
-                args,
-                kwargs,
-                verification,
-                shared={
-                    within(name, path)
-                    for path, p in frame.module.named_parameters()
-                    if id(p) in self._shared
-                },
-            )
+            given = part.given(frame)
+            copied, trace = self._traced(frame.module, given, verification)
         return ModuleTrace(
             module=frame.module,
             is_whole=frame.is_outermost,
@@ -337,6 +321,29 @@ class SiteSearch:
             copied=copied,
             trace=trace,
         )
+
+    def _traced(
+        self,
+        module: nn.Module,
+        given: GivenArguments,
+        verification: Verification | None = None,
+    ) -> tuple[nn.Module, PartTrace]:
+        """A copy of a module, and the trace of its pass."""
+        name = self._names[id(module)]
+        copied = copy_of(module, self._held)
+        with given.as_given():
+            trace = traced_part(
+                PartOfModel(name, copied) if name else copied,
+                given.args,
+                given.kwargs,
+                verification,
+                shared={
+                    within(name, path)
+                    for path, p in module.named_parameters()
+                    if id(p) in self._shared
+                },
+            )
+        return copied, trace
 
     def _whole_sites(self, frame: ModuleCall, *, waits: bool = False) -> Sites:
         """The sites of a module as one whole sequence shows them: values that are computed after a norm may grow with the
@@ -383,7 +390,7 @@ class SiteSearch:
                 site, name=name, module=module, callers=callers
             )
             if self._keeps:
-                self.traces[name] = SiteTrace(of_module=trace, site=part)
+                self.traces[name] = SiteTrace(of_module=trace, name=part.name)
             if trace.part.tokens and len(trace.trace.calls[part.name]) == 1:
                 self._of_some_tokens.add(name)
         indexers = {
@@ -423,8 +430,9 @@ class ModuleTrace:
         module: the module.
         is_whole: whether it is the model.
         part: what it was called with.
-        copied: the copy.
-        trace: its trace.
+        copied: the copy, or the copy of a module that is like it.
+        trace: its trace; that of a module like it has no graph.
+        read: makes its own copy and trace then.
     """
 
     module: nn.Module
@@ -432,6 +440,7 @@ class ModuleTrace:
     part: PartOfArguments
     copied: nn.Module
     trace: PartTrace
+    read: Callable[[], tuple[nn.Module, PartTrace]] | None = None
 
     @property
     def sites(self) -> Sites:
@@ -455,19 +464,11 @@ class ModuleTrace:
         return self.module
 
     def with_graph(self) -> PartTrace:
-        """The trace with what was computed from which weights, for which a copy that ran without a graph runs again."""
-        if not self.trace.has_graph:
-            (calls,) = self.trace.calls.values()
-            (given,) = (
-                frame.given
-                for frame in calls[0].captured.frame.line()
-                if frame.given is not None
-            )
-            sites = self.trace.sites
-            with unnoticed(waits=False), given.as_given():
-                args, kwargs = given.changed(torch.clone)
-                self.trace = traced_part(self.trace.part, args, kwargs, None)
-            self.trace = self.trace.with_sites(sites)
+        """The trace with what was computed from which weights."""
+        if self.read is not None:
+            with unnoticed(waits=False):
+                self.copied, self.trace = self.read()
+            self.read = None
         return self.trace
 
     def with_gains(self, others: Sites) -> ModuleTrace:
@@ -483,10 +484,10 @@ class ModuleTrace:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SiteTrace:
-    """The trace in which a site was found, and the site by its name there."""
+    """The trace in which a site was found, and the name of the site there."""
 
     of_module: ModuleTrace
-    site: AttentionSite
+    name: str
 
     @property
     def of_part(self) -> PartTrace:
@@ -522,14 +523,14 @@ class ModelTrace:
     def calls(self) -> dict[str, list[RecordedCall]]:
         """The first call of each site, or one call for each head if the heads are computed one by one."""
         return {
-            name: trace.of_module.trace.calls[trace.site.name]
+            name: trace.of_module.trace.calls[trace.name]
             for name, trace in self.traces.items()
         }
 
     def module_call(self, site: AttentionSite) -> ModuleCall:
         """The module call that made the first attention call of a site, with its inputs."""
         trace = self.traces[site.name]
-        return trace.of_part.calls[trace.site.name][0].captured.frame
+        return trace.of_part.calls[trace.name][0].captured.frame
 
     def inputs_after(
         self, site: AttentionSite, weights: Mapping[str, Tensor]
@@ -537,7 +538,7 @@ class ModelTrace:
         """The first inputs, as they were and with other weights, of the modules that run after the attention of a site;
         see `PartTrace.inputs_after`."""
         trace = self.traces[site.name]
-        inputs = trace.of_part.inputs_after(trace.site, weights)
+        inputs = trace.of_part.inputs_after(trace.name, weights)
         return {
             trace.of_module.original(module): pair for module, pair in inputs.items()
         }
@@ -545,7 +546,7 @@ class ModelTrace:
     def operands(self) -> dict[str, list[tuple[OperandNorms, OperandNorms]]]:
         """The operands of every product of each site's first call that was fully observed, keyed by site."""
         return {
-            name: trace.of_part.operands(trace.site)
+            name: trace.of_part.operands(trace.name)
             for name, trace in self.traces.items()
         }
 
@@ -555,7 +556,7 @@ class ModelTrace:
         """The last weights on the path of each site's values [b g s d], or the reason why they are unknown, keyed by
         site. of: the parameters whose rows are looked for; by default all."""
         return {
-            name: trace.of_part.value_slices(trace.site, of)
+            name: trace.of_part.value_slices(trace.name, of)
             for name, trace in self.traces.items()
         }
 

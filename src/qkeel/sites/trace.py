@@ -122,14 +122,12 @@ class PartTrace:
         sites: the attention sites, in the order of the calls.
         calls: the first call of each site, or one call for each head if the heads are computed one by one.
         values: the tensors by which the softmax weights of each site were multiplied.
-        has_graph: whether the calls hold a graph, which shows what was computed from which weights.
     """
 
     part: nn.Module
     sites: Sites
     calls: dict[str, list[RecordedCall]]
     values: dict[str, Tensor]
-    has_graph: bool = True
 
     def verified(
         self, sites: Sequence[AttentionSite], verification: Verification
@@ -141,14 +139,15 @@ class PartTrace:
         ]
 
     def inputs_after(
-        self, site: AttentionSite, weights: Mapping[str, Tensor]
+        self, name: str, weights: Mapping[str, Tensor]
     ) -> dict[nn.Module, tuple[Tensor, Tensor]]:
-        """Runs the module of a site again, as it was and with other weights, by name.
+        """Runs the module of the site of this name again, as it was and with other weights, by name.
 
         Returns: the first inputs, in both runs, of the modules without submodules that run after its attention, in the
             order of their calls.
         """
-        calls = self.calls[site.name]
+        (site,) = [site for site in self.sites if site.name == name]
+        calls = self.calls[name]
         readers = [LogitReader(call.captured.call) for call in calls]
         with extra_pass(self.part), hooks_held_back(self.part):
             rerun = smallest_rerun(
@@ -158,9 +157,9 @@ class PartTrace:
                 before = rerun.inputs_after({}, site.module)
                 after = rerun.inputs_after(weights, site.module)
         return {
-            module: (x, after[name][1])
-            for name, (module, x) in before.items()
-            if name in after
+            module: (x, after[path][1])
+            for path, (module, x) in before.items()
+            if path in after
         }
 
     def with_sites(self, sites: Sequence[AttentionSite]) -> PartTrace:
@@ -170,9 +169,9 @@ class PartTrace:
             self, sites=Sites(sites, others.missed, others.indexers)
         )
 
-    def operands(self, site: AttentionSite) -> list[tuple[OperandNorms, OperandNorms]]:
+    def operands(self, name: str) -> list[tuple[OperandNorms, OperandNorms]]:
         """The operands of every product of a site's first call, if it was fully observed."""
-        names, first = names_of(self.part), self.calls[site.name][0]
+        names, first = names_of(self.part), self.calls[name][0]
         stops = nodes_of(first.captured.frame.inputs)
 
         def norms(x: Tensor) -> OperandNorms:
@@ -188,14 +187,14 @@ class PartTrace:
         ]
 
     def value_slices(
-        self, site: AttentionSite, of: Container[str] | None = None
+        self, name: str, of: Container[str] | None = None
     ) -> tuple[HeadSlice, ...] | str:
         """The last weights on the path of a site's values [b g s d], or the reason why they are unknown. of: the
         parameters whose rows are looked for; by default all."""
-        v = self.values.get(site.name)
+        v = self.values.get(name)
         if v is None or v.ndim != 4:
             return "no product of its weights with values [b h s d] was seen"
-        names, first = names_of(self.part), self.calls[site.name][0]
+        names, first = names_of(self.part), self.calls[name][0]
         # A view made here belongs to the graph of the pass, regardless of the caller's mode.
         with torch.inference_mode(False), torch.enable_grad():
             try:
@@ -258,7 +257,7 @@ def _with_value_weights(
     logits = {s.parameter for site in trace.sites for s in (*site.query, *site.key)}
     sites = []
     for site in trace.sites:
-        weights = trace.value_slices(site, of={*logits, *shared})
+        weights = trace.value_slices(site.name, of={*logits, *shared})
         if not isinstance(weights, str):
             site = dataclasses.replace(site, value_weights=weights)
         sites.append(site)

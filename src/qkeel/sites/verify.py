@@ -78,15 +78,9 @@ class CannotRerunError(Exception):
 
 @final
 class Verification:
-    """Verifies the sites of parts of a model that run alone.
-
-    Attributes:
-        is_proportional: of each site that reruns have confirmed, by name, whether its logits are proportional to the
-            rows of q and of k, without a constant part.
-    """
+    """Verifies the sites of parts of a model that run alone."""
 
     def __init__(self) -> None:
-        self.is_proportional: dict[str, bool] = {}
         # With the reason why their logits do not scale, or "".
         self._confirmed: list[tuple[AttentionSite, str]] = []
         self._by_gradients: dict[str, str] = {}
@@ -146,8 +140,11 @@ class Verification:
                     return doubt, ""
                 unscaled = experiment.disproportion()
         self._confirmed.append((site, unscaled))
-        self.is_proportional[site.name] = rerun.is_proportional
         return "", unscaled
+
+    def confirms(self, name: str) -> bool:
+        """True if reruns have confirmed the weights of the site of this name."""
+        return any(site.name == name for site, _ in self._confirmed)
 
     def tell(self) -> None:
         """Says once which sites were verified by gradients alone."""
@@ -226,7 +223,7 @@ def _frames(
             yield frame
 
 
-class _EnoughError(BaseException):
+class EnoughError(BaseException):
     """Ends a rerun after the calls that were wanted."""
 
 
@@ -376,7 +373,7 @@ class Rerun:
         if next(self._reported) in self._numbers:
             self.calls.append(captured)
         if len(self.calls) == len(self._numbers) and not self._to_end:
-            raise _EnoughError
+            raise EnoughError
 
     def _run(
         self, args: tuple[object, ...], kwargs: Mapping[str, object], weights: Weights
@@ -394,7 +391,7 @@ class Rerun:
             try:
                 self.module(*args, **kwargs)
                 self._watcher.end()
-            except _EnoughError:
+            except EnoughError:
                 pass
             finally:
                 take_off(self._watcher)
@@ -553,57 +550,10 @@ class Experiment:
         is_clear = bool((_by_head(expected) * least > 4 * limit).all())
         return is_clear and _largest(expected, after) <= limit
 
-    def multiplies_queries(self, before: Sequence[CapturedCall]) -> bool:
-        """True if the run of `is_proportional` has multiplied q by the numbers of the query's rows, which logits alone
-        don't tell from those of the key's. `before`: the calls with the weights as they are."""
-        lengths: list[Tensor] = []
-        for calls in (before, self._rerun.calls):
-            operands = [x.call.q for x in calls]
-            if any(q is None for q in operands):
-                return False
-            by_call = [
-                q.double().square().sum((0, 2, 3)).sqrt()
-                for q in operands
-                if q is not None
-            ]
-            lengths.append(torch.cat(by_call))
-        slices = unique_slices(term.query[-1] for term in self._site.terms)
-        numbers = _multipliers(slices, _BASES[0])
-        expected = lengths[0] * numbers[self._site.used(len(numbers))].to(lengths[0])
-        return torch.allclose(lengths[1], expected, rtol=1e-2)
-
-    def moves_thirds(self, number: int) -> bool:
-        """True if rotating the query rows of a third of the heads and the key rows of another third moves these heads
-        and no others. `number` shifts the thirds, so that several layers tell more heads from each other."""
-        site = self._site
-        sides: list[tuple[list[RowsOfHeads], list[bool]]] = []
-        for turn, slices in enumerate((site.query, site.key)):
-            n = min((s.n for s in slices if s.n > 1), default=1)
-            if n > 1:
-                # By h + h // 3, because by h alone heads that are three apart would always move together.
-                third = [h for h in range(n) if (h + h // 3 + number) % 3 == turn]
-                heads = third or [number % n]
-                rows: list[RowsOfHeads] = [(s, heads) for s in slices if s.n == n]
-                sides.append((rows, _expected(site, n, heads)))
-        if not sides:
-            rows = [(s, None) for s in (*site.query, *site.key)]
-            sides = [(rows, [True] * site.n_heads)]
-        moves = [any(moved) for moved in zip(*(expected for _, expected in sides))]
-        if not all(moves):
-            rows = [pair for chosen, _ in sides for pair in chosen]
-            sides = [(rows, moves)]
-        return all(self._moved(chosen) == expected for chosen, expected in sides)
-
     def _moved(self, chosen: Sequence[RowsOfHeads]) -> list[bool]:
         """For each head, whether its logits change if rows are rotated."""
         after = self._rerun.logits(self._weights.rotated(chosen))
         return (_by_head(self._base, after) > self._rounding).tolist()
-
-    def keeps_size(self) -> bool:
-        """True if multiplying all rows of q by 4 does not multiply the logits, as where a norm follows."""
-        rows: list[RowsOfHeads] = [(s, None) for s in self._site.query]
-        after = self._rerun.logits(self._weights.multiplied(rows, 4.0))
-        return _largest(after) < 2 * _largest(self._base)
 
     def doubt_heads(self) -> str:
         """Rows that change the logits of heads other than their own, or of no head."""
