@@ -36,6 +36,7 @@ from torch.overrides import (
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
 )
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
@@ -683,6 +684,9 @@ def shard_alike(model: nn.Module, part: nn.Module, near: Tensor) -> None:
     support the part: it cannot split scalars, and it accepts no new part on a mesh that it shares with tensor
     parallelism.
     """
+    # Nearly always, and of every part that is added to a model; a walk over its modules takes longer than the part.
+    if not is_traceable_wrapper_subclass(near):
+        return
     modules = _sharded_modules(model)
     groups = [group for module in modules for group in _parameter_groups(module)]
     home = next(
