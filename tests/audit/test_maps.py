@@ -1,5 +1,7 @@
 """`attention_maps`: the weights that eager attention has, of fused kernels too, head by head and row by row."""
 
+from itertools import chain
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,8 +35,46 @@ ARCHITECTURES = [
 ]
 
 
+# More, on request: the figure in docs/guides/audit.md.
+MORE = [
+    "BartForConditionalGeneration",
+    "BioGptForCausalLM",
+    "CodeGenForCausalLM",
+    "DeiTForImageClassification",
+    "DistilBertForMaskedLM",
+    "ElectraForMaskedLM",
+    "GPTJForCausalLM",
+    "GPTNeoForCausalLM",
+    "GPTNeoXForCausalLM",
+    "Gemma2ForCausalLM",
+    "GemmaForCausalLM",
+    "GlmForCausalLM",
+    "GraniteForCausalLM",
+    "MistralForCausalLM",
+    "MptForCausalLM",
+    "Olmo2ForCausalLM",
+    "PhiForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "RobertaForMaskedLM",
+    "SmolLM3ForCausalLM",
+    "Starcoder2ForCausalLM",
+    "T5ForConditionalGeneration",
+    "ViTForImageClassification",
+    "XGLMForCausalLM",
+]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *ARCHITECTURES,
+        *(pytest.param(name, marks=pytest.mark.zoo) for name in MORE),
+    ],
+)
 def test_maps_of_a_fused_kernel_are_the_weights_of_eager_attention(name):
     pytest.importorskip("transformers")
     from tools.zoo.build import build
@@ -53,7 +93,11 @@ def test_maps_of_a_fused_kernel_are_the_weights_of_eager_attention(name):
     reference.load_state_dict(model.state_dict())
     batch = entry.maker(model)
     with torch.no_grad():
-        expected = reference(**batch, output_attentions=True).attentions
+        output = reference(**batch, output_attentions=True)
+    expected = output.get("attentions") or [
+        *output.encoder_attentions,
+        *chain(*zip(output.decoder_attentions, output.cross_attentions)),
+    ]
     weights = attention_maps(model, batch)
     assert len(weights) == len(expected)
     for layer, reference_weights in zip(weights, expected, strict=True):
@@ -78,6 +122,7 @@ def test_maps_of_multihead_attention_are_the_weights_that_it_returns():
     torch.testing.assert_close(weights, expected.detach(), rtol=1e-5, atol=1e-6)
 
 
+X24 = torch.randn(2, 4, 16)
 SPECS = {
     "baseline": preset("baseline"),
     "qna": preset("qna"),
@@ -157,6 +202,23 @@ def test_weights_are_computed_in_blocks_of_rows(
     torch.testing.assert_close(attention_maps(model, x)[""], whole)
 
 
+class Noisy(Joint):
+    """Attention whose inputs have noise, as those of models that start from random slots."""
+
+    def forward(self, x):
+        q, k, v = self.heads(x + torch.randn_like(x))
+        self.weights = scores(q, k).softmax(-1)
+        return self.weights @ v
+
+
+def test_maps_are_those_of_the_next_pass_where_it_draws_random_numbers():
+    model, x = Noisy(None, bias=False), torch.randn(2, 5, 8)
+    maps = attention_maps(model, x)[""]
+    model(x)
+    torch.testing.assert_close(maps, model.weights.detach())
+    assert not torch.allclose(attention_maps(model, x)[""], maps)
+
+
 REFUSED = [
     ({"layers": ["attn"]}, UnknownNameError),
     ({"heads": [2]}, InvalidValueError),
@@ -185,13 +247,20 @@ def test_what_cannot_be_had_is_refused_with_the_way(
     assert attention_maps(model, x, rows=[])[""].shape == (1, 2, 0, 4)
 
 
-def test_a_plot_has_a_picture_for_each_head():
+def test_a_plot_has_a_picture_for_each_head_and_says_which_queries_it_shows():
     pytest.importorskip("matplotlib")
-    figure = attention_maps(Attention(16, 3, head_dim=8), torch.randn(2, 4, 16)).plot(
-        sample=1
-    )
-    assert [axes.get_title() for axes in figure.axes[:3]] == [
-        "head 0",
-        "head 1",
-        "head 2",
-    ]
+    maps = attention_maps(Attention(16, 3, head_dim=8), X24, heads=[2, 0], rows=[3, -1])
+    figure = maps.plot(sample=1, width=4.0)
+    pictures = figure.axes[:2]
+    assert [axes.get_title() for axes in pictures] == ["head 2", "head 0"]
+    for i, axes in enumerate(pictures):
+        drawn = torch.from_numpy(axes.images[0].get_array().data)
+        assert torch.equal(drawn, maps[""][1, i])
+        number = axes.yaxis.get_major_formatter()
+        assert [number(y) for y in (-1.0, 0.0, 0.5, 1.0, 2.0)] == ["", "3", "", "3", ""]
+    assert figure.get_figwidth() == 4.0
+    for wanted in ({"rows": []}, {"heads": []}):
+        with pytest.raises(InvalidValueError, match="weights to draw"):
+            attention_maps(Attention(16, 2), X24, **wanted).plot()
+    with pytest.raises(InvalidValueError, match="sample from 0 to 1"):
+        maps.plot(sample=2)

@@ -1,8 +1,10 @@
 """`qkeel check module:function`: a model that runs, judged on the command line."""
 
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from qkeel.cli.app import main
 
@@ -70,3 +72,29 @@ def test_a_model_is_judged_with_an_exit_code(module, function, sees, code):
 def test_sees_needs_a_model_and_a_module_that_is_there(module, tmp_path):
     assert main(["check", str(tmp_path), "--sees", "causal"]) == 2
     assert main(["check", f"not_{module}:causal"]) != 0
+
+
+def test_the_attention_of_a_model_is_drawn(module, tmp_path, capsys, monkeypatch):
+    drawn = []
+
+    def draw(maps, out, **settings):
+        drawn.append((maps, out, settings))
+        return [out / "attention.pdf"]
+
+    monkeypatch.setattr("qkeel.cli.report.draw", draw)
+    monkeypatch.setattr("qkeel.cli.report.check_settings", lambda formats, width: None)
+    assert main(["figures", f"{module}:causal", "--formats", "pdf"]) == 0
+    assert capsys.readouterr().out.split() == ["causal-figures/attention.pdf"]
+    ((maps, out, settings),) = drawn
+    assert (out, settings["formats"]) == (Path("causal-figures"), ["pdf"])
+    assert torch.equal(maps[""].triu(1), torch.zeros(2, 2, 9, 9))
+    torch.testing.assert_close(maps[""].sum(-1), torch.ones(2, 2, 9))
+    assert main(["figures", f"{module}:causal", "--layers", "h.0"]) == 2
+    assert main(["figures", f"{module}:broken"]) == 2
+    assert main(["figures", str(tmp_path), "--layers", "h.0"]) == 2
+    assert len(drawn) == 1
+
+
+def test_settings_of_figures_are_refused_before_the_model_is_built(module, capsys):
+    assert main(["figures", f"{module}:nothing", "--width", "0"]) == 2
+    assert "width" in capsys.readouterr().err

@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 from synthetic_study import grid, make_study
 from synthetic_watch import Seen, make_watch
 
+from qkeel import attention_maps
 from qkeel.cli.app import main
 from qkeel.errors import InvalidValueError, MissingLibraryError, UnknownNameError
+from qkeel.nn import Attention
 from qkeel.report.figures import figures
 
 SMALL = Seen(layers=3, heads=4, samples=12)
@@ -74,6 +77,38 @@ def test_a_watched_run_and_a_study_are_drawn_the_same_each_time(tmp_path, capsys
     assert "minus that of the remedy" in (tmp_path / "s" / "gains.svg").read_text(
         encoding="utf-8"
     )
+
+
+class Layers(torch.nn.ModuleDict):
+    """Layers of attention one after another, by names that a folder could not hold."""
+
+    def forward(self, x):
+        for layer in self.values():
+            x = layer(x)
+        return x
+
+
+def test_each_layer_of_attention_maps_has_a_figure_of_its_own(tmp_path):
+    pytest.importorskip("matplotlib")
+    torch.manual_seed(0)
+    names = ["a/b", "a_b", "c d", "A"]
+    model = Layers({name: Attention(16, 2) for name in names})
+    maps = attention_maps(model, torch.randn(1, 5, 16))
+    files = figures(maps, tmp_path / "a", formats=["svg"], width=4.0)
+    assert sorted(path.name for path in files) == sorted(
+        [f"attention_{name}.svg" for name in ("a%2Fb", "a_b", "c%20d", "A")]
+    )
+    assert sorted((tmp_path / "a").iterdir()) == sorted(files)
+    again = figures(maps, tmp_path / "b", formats=["svg"], width=4.0)
+    assert [a.read_bytes() == b.read_bytes() for a, b in zip(files, again)] == [
+        True
+    ] * 4
+    (alone,) = figures(
+        attention_maps(Attention(16, 2), torch.randn(1, 5, 16)),
+        tmp_path / "c",
+        formats=["svg"],
+    )
+    assert alone.name == "attention.svg"
 
 
 def test_no_label_leaves_the_edge_of_a_figure(tmp_path, monkeypatch):

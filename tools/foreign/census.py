@@ -1,6 +1,7 @@
 """Every target in a forked process of its own, and the page of what was found.
 
-python -m tools.foreign.census [--only timm,litgpt] [--names Swin] [--jobs 1] [--cases 2000] [--idioms 500] [--out FILE]
+python -m tools.foreign.census [--only timm,litgpt] [--names Swin] [--questions maps] [--jobs 1] [--cases 2000] [--idioms 500]
+    [--out FILE]
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ LIMIT = 600  # seconds for one target
 FIRST = (0, 10_000, 20_000)  # where the seeds of the idioms begin
 
 
-def judge(target: Target) -> dict[str, Any]:
-    """The findings of a target, or why there are none."""
+def judge(target: Target, questions: list[str] | None = None) -> dict[str, Any]:
+    """The findings of a target on these questions (all of them), or why there are none."""
     torch.manual_seed(0)
     try:
         with warnings.catch_warnings():
@@ -55,7 +56,7 @@ def judge(target: Target) -> dict[str, Any]:
                 truth=functools.partial(_truth, target),
                 capped=functools.partial(_capped, target),
             )
-            found = judged(subject)
+            found = judged(subject, questions)
     except Exception as error:
         tail = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(tail.filename).name}:{tail.lineno}"
@@ -75,7 +76,12 @@ def _capped(
     return capped_output(model, example, target.shape, cap, places)
 
 
-def run(targets: list[Target], jobs: int, folder: Path) -> list[dict[str, Any]]:
+def run(
+    targets: list[Target],
+    jobs: int,
+    folder: Path,
+    questions: list[str] | None = None,
+) -> list[dict[str, Any]]:
     """The results in the order of the targets; each package in a process of its own, which imports it once."""
     torch.set_num_threads(1)
     with_torchvision()
@@ -85,7 +91,8 @@ def run(targets: list[Target], jobs: int, folder: Path) -> list[dict[str, Any]]:
     waiting, running = list(packages.values()), 0
     while waiting or running:
         if waiting and running < jobs:
-            _child([(place, targets[place]) for place in waiting.pop(0)], folder)
+            batch = [(place, targets[place]) for place in waiting.pop(0)]
+            _child(batch, folder, questions)
             running += 1
         else:
             os.wait()
@@ -93,7 +100,9 @@ def run(targets: list[Target], jobs: int, folder: Path) -> list[dict[str, Any]]:
     return [_result(folder / str(place)) for place in range(len(targets))]
 
 
-def _child(targets: list[tuple[int, Target]], folder: Path) -> None:
+def _child(
+    targets: list[tuple[int, Target]], folder: Path, questions: list[str] | None
+) -> None:
     sys.stdout.flush()
     if os.fork():
         return
@@ -102,7 +111,7 @@ def _child(targets: list[tuple[int, Target]], folder: Path) -> None:
     for place, target in targets:
         start = time.monotonic()
         signal.alarm(LIMIT)
-        result = judge(target)
+        result = judge(target, questions)
         signal.alarm(0)
         (folder / str(place)).write_text(json.dumps(result))
         print(
@@ -141,6 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
     parser.add_argument("--names", default="")
+    parser.add_argument("--questions", default="", help="by default all")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--cases", type=int, default=0, help="random attentions")
     parser.add_argument(
@@ -158,7 +168,8 @@ def main() -> None:
         and (not chosen.names or chosen.names in t.name)
     ]
     with TemporaryDirectory() as folder:
-        results = run(targets, chosen.jobs, Path(folder))
+        questions = chosen.questions.split(",") if chosen.questions else None
+        results = run(targets, chosen.jobs, Path(folder), questions)
     verdicts = [r.get("verdict", "broken") for r in results]
     print(
         f"{len(targets)} targets of {len({t.package for t in targets})} packages: {shares(verdicts)}"

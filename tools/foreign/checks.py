@@ -16,6 +16,7 @@ QUESTIONS: dict[str, Ask] = {
     "sites": sight.count,
     "heads": sight.heads,
     "statistics": sight.statistics,
+    "maps": sight.maps,
     "rows": sight.rows,
     "watch": sight.watched,
     "lalr": effects.asked(effects.Lalr()),

@@ -17,6 +17,7 @@ sent through torch's unfused path, and computes with T×T logits in float64. Of 
 
 - *sites*: is every attention call of the reference one of a site, or said to be missed?
 - *heads*, *statistics*: are `n_heads`, the largest logit and the entropy of each head those of the reference (1e-5)?
+- *maps*: are the weights of `attention_maps` the softmax of what the reference saw, to 1e-6?
 - *rows*: do the rows known for a head move its logits and no other's; and with all known rows at zero, is nothing left
   that depends on the input (rows known for nobody)?
 - *watch*: are ten steps under `watch` bit for bit those without?

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import qkeel
+from qkeel.capture.example import ForwardArguments
 from qkeel.sites import AttentionSite, Tap
 from tools.foreign.work import MODEL, Answers, Work, changed, loss, short
 
@@ -101,6 +102,35 @@ def statistics(work: Work) -> Answers:
                     f"{what} {numbers(mine)}, true {numbers(theirs)}",
                     site.name,
                 )
+
+
+def maps(work: Work) -> Answers:
+    """The weights of the first call of each site are the softmax of what the reference saw."""
+    torch.manual_seed(11)
+    args, kwargs = work.example
+    weights = qkeel.attention_maps(work.exact, ForwardArguments(args, kwargs))
+    for site in work.sites:
+        calls = work.of(work.calls, site)[:1]
+        if site.name not in weights or not calls:
+            yield "reported", site.why, site.name
+            continue
+        # A row that sees no key has weights of 0 in maps; here it may have any.
+        seen = calls[0].visible.any(-1, keepdim=True)
+        expected = calls[0].capped.softmax(-1).where(seen, 0.0)
+        mine = weights[site.name].double()
+        if mine.shape != expected.shape:
+            yield (
+                ("reported", site.why, site.name)
+                if site.why
+                else ("wrong", f"maps {list(mine.shape)}", site.name)
+            )
+            continue
+        error = float((mine.where(seen, 0.0) - expected).abs().max())
+        yield (
+            ("right", "", site.name)
+            if error < 1e-6
+            else ("wrong", f"maps are off by {error:.2g}", site.name)
+        )
 
 
 def numbers(x: Tensor) -> str:

@@ -49,7 +49,12 @@ class AttentionMaps(dict[str, Weights]):
         return {layer: weights.cpu().numpy() for layer, weights in self.items()}
 
     def plot(
-        self, layer: str | None = None, *, sample: int = 0, columns: int = 4
+        self,
+        layer: str | None = None,
+        *,
+        sample: int = 0,
+        columns: int = 4,
+        width: float | None = None,
     ) -> Figure:
         """Draws the heads of one layer side by side, queries downwards and keys to the right.
 
@@ -57,6 +62,7 @@ class AttentionMaps(dict[str, Weights]):
             layer: the name of the layer; by default the first.
             sample: which sample of the batch is drawn.
             columns: the number of heads in a row of the picture.
+            width: the width of the picture in inches; by default 2.2 for each column.
 
         Returns:
             A matplotlib figure, which a notebook shows.
@@ -64,20 +70,32 @@ class AttentionMaps(dict[str, Weights]):
         Raises:
             MissingLibraryError: matplotlib is not installed.
             UnknownNameError: there is no such layer.
-            InvalidValueError: there is no such sample.
+            InvalidValueError: there is no such sample, or no head or row of the layer was wanted.
         """
         with needed("a plot of attention maps", "matplotlib"):
             from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
         layer = next(iter(self)) if layer is None else layer
         weights = self[layer]
+        if not weights.numel():
+            raise InvalidValueError(
+                f"expected weights to draw, but those of {layer!r} have shape {list(weights.shape)}"
+            )
         if not 0 <= sample < len(weights):
             raise InvalidValueError(
                 f"expected a sample from 0 to {len(weights) - 1}, got {sample}"
             )
         images = weights[sample].detach().float().cpu().numpy()
+        rows = self.rows[layer]
+
+        def query(y: float, _: int | None = None) -> str:
+            """The number of the query at a tick: the picture's first row may be any query."""
+            return str(rows[int(y)]) if y in range(len(rows)) else ""
+
         columns = min(columns, len(images))
         lines = -(-len(images) // columns)
-        figure = Figure(figsize=(2.2 * columns, 2.4 * lines), layout="constrained")
+        width = 2.2 * columns if width is None else width
+        height = lines * (width / columns + 0.2)
+        figure = Figure(figsize=(width, height), layout="constrained")
         pictures = []
         for i, image in enumerate(images):
             axes = figure.add_subplot(lines, columns, i + 1)
@@ -87,10 +105,13 @@ class AttentionMaps(dict[str, Weights]):
             )
             axes.set_title(f"head {self.heads[layer][i]}", fontsize=8)
             axes.tick_params(labelsize=6)
+            axes.yaxis.set_major_formatter(query)
         figure.colorbar(pictures[0], ax=figure.axes, shrink=0.6).ax.tick_params(
             labelsize=6
         )
         figure.suptitle(layer, fontsize=9)
+        figure.supxlabel("key", fontsize=8)
+        figure.supylabel("query", fontsize=8)
         return figure
 
 
@@ -107,7 +128,8 @@ def attention_maps(
     The weights are softmax(z) of the logits z that the captured call has: with its scale, masks, biases, cap and sink,
     as the model applies them; dropout is left out. Fused kernels never form these weights, so they are computed here
     from q and k, block by block, in float32 or wider. One pass on the batch is made for them and left without a trace
-    (see `find_sites`, whose passes come first).
+    (see `find_sites`, whose passes come first); its random numbers, of noise and of dropout, are those that the model's
+    next pass would have.
 
     Args:
         model: any PyTorch model, in the mode whose attention is wanted. Compiled models run eagerly.
@@ -138,7 +160,7 @@ def attention_maps(
         raise InvalidTypeError(
             f"expected a torch.nn.Module, got {type(model).__name__}"
         )
-    calls = captured_calls(model, batch)
+    calls = captured_calls(model, batch, seed=None)
     maps, total = AttentionMaps(), 0
     for layer in calls if layers is None else layers:
         if layer not in calls:

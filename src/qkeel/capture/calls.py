@@ -812,8 +812,8 @@ class SiteStatistics(Mapping[str, LogitStats]):
             return self
         sites = dict(self)
         for name, heads in self.heads.items():
-            # The module may have made an ordinary call as well, which then has its name.
             site = cat_heads([sites.pop(head) for head in heads])
+            # An ordinary call of the same module already has its name; the joined heads keep that of the first.
             sites[name if name not in sites else heads[0]] = site
         return sites
 

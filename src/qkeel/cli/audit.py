@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import torch
 from rich.console import Console
@@ -31,7 +31,7 @@ from qkeel.audit.contracts import Contract
 from qkeel.audit.scan import scan as read
 from qkeel.cli.commands import FAILED, OK, UNDECIDED
 from qkeel.cli.output import printable
-from qkeel.cli.parameters import SEVERAL, JsonSwitch, Switch, Unset
+from qkeel.cli.parameters import SEVERAL, JsonSwitch, Switch, Unset, is_function
 from qkeel.errors import (
     DataError,
     InvalidTypeError,
@@ -236,23 +236,16 @@ def check(
     """
     if not threshold > 0:
         raise InvalidValueError(f"expected a threshold above 0 nats, got {threshold:g}")
-    if not path.exists() and _FUNCTION.fullmatch(str(path)):
-        try:
-            model, batch = _model_and_batch(str(path))
-            health = judge(
+    if is_function(path):
+        health = of_model(
+            str(path),
+            lambda model, batch: judge(
                 model,
                 batch,
                 sees=None if sees is None else _contract(sees, batch),
                 threshold=threshold,
-            )
-        except QkeelError:
-            raise
-        except Exception as error:
-            # Not the exit code of a model that is not healthy, which a CI has to tell apart.
-            traceback.print_exc()
-            raise DataError(
-                f"expected {path} to give a model that runs on its batch, but it raised {type(error).__name__}: {error}"
-            ) from error
+            ),
+        )
     elif sees is not None:
         raise InvalidValueError(
             f"expected module:function with --sees, got {path}: a model has to run for it"
@@ -288,7 +281,21 @@ def check(
     }[health.status]
 
 
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+Answer = TypeVar("Answer")
+
+
+def of_model(name: str, ask: Callable[[nn.Module, object], Answer]) -> Answer:
+    """Asks something of the model and the batch that module:function gives."""
+    try:
+        return ask(*_model_and_batch(name))
+    except QkeelError:
+        raise
+    except Exception as error:
+        # A crash must not exit as an unhealthy model does, so that a CI can tell the two apart.
+        traceback.print_exc()
+        raise DataError(
+            f"expected {name} to give a model that runs on its batch, but it raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def _model_and_batch(name: str) -> tuple[nn.Module, object]:
@@ -299,9 +306,8 @@ def _model_and_batch(name: str) -> tuple[nn.Module, object]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # A library that the module needs is another error than the module itself.
         if error.name != module_name.partition(".")[0] and error.name != module_name:
-            # What the module imports is missing.
+            # The module is there, and a library that it imports is missing.
             raise
         raise DataError(
             f"expected a module {module_name} on Python's path or in {Path.cwd()}, found none"

@@ -137,28 +137,30 @@ def extrapolated(table: Sequence[Row]) -> Table:
     return shown
 
 
-def ranking(table: Sequence[Row]) -> Table:
+def ranking(runs: Sequence[Row]) -> Table:
     """Returns a table of the held-out loss and the largest logit, by remedy and learning rate."""
-    done = [row for row in table if row["status"] == "done"]
-    lrs = sorted({row["lr"] for row in done})
+    done = [run for run in runs if run["status"] == "done"]
+    lrs = sorted({run["lr"] for run in done})
     shown = _table("remedy")
     for lr in lrs:
         shown.add_column(f"lr {lr:g}", justify="right")
-    for remedy in dict.fromkeys(row["remedy"] for row in done):
+    for remedy in dict.fromkeys(run["remedy"] for run in done):
         cells = []
         for lr in lrs:
-            rows = [row for row in done if (row["remedy"], row["lr"]) == (remedy, lr)]
-            if not rows:
+            of_cell = [
+                run for run in done if (run["remedy"], run["lr"]) == (remedy, lr)
+            ]
+            if not of_cell:
                 cells.append("–")
                 continue
-            cell = f"{_mean([row['val_loss'] for row in rows]):.3f}"
+            cell = f"{_mean([run['val_loss'] for run in of_cell]):.3f}"
             for field, factor, text in (
                 ("val_accuracy", 100, ", {:.1f} % correct"),
                 ("val_bleu", 1, ", BLEU {:.1f}"),
             ):
-                values = [row[field] for row in rows if row.get(field) is not None]
+                values = [run[field] for run in of_cell if run.get(field) is not None]
                 cell += text.format(factor * _mean(values)) if values else ""
-            cells.append(f"{cell} ({number(max(row['max_logit'] for row in rows))})")
+            cells.append(f"{cell} ({number(max(run['max_logit'] for run in of_cell))})")
         shown.add_row(escape(remedy), *cells)
     return shown
 

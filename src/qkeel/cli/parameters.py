@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 from cyclopts import Parameter
@@ -15,3 +17,9 @@ JsonSwitch = Annotated[bool, Parameter(name="--json", negative=(), show_default=
 Several = Annotated[list[T], SEVERAL]
 # None if it is not given; its help says what that means.
 Unset = Annotated[T | None, Parameter(show_default=False)]
+
+
+def is_function(path: Path) -> bool:
+    """True if what was typed is module:function and not a file or folder."""
+    named = re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", str(path))
+    return named is not None and not path.exists()

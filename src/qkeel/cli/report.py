@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from qkeel.cli.commands import OK
-from qkeel.cli.parameters import Several, Unset
-from qkeel.errors import UnknownNameError
+from qkeel.cli.parameters import Several, Unset, is_function
+from qkeel.errors import InvalidValueError, UnknownNameError
 from qkeel.records import explain_field
 from qkeel.report import write
-from qkeel.report.figures import WIDTH
+from qkeel.report.figures import WIDTH, check_settings
 from qkeel.report.figures import figures as draw
 
 # `qkeel presets`, `qkeel remedies`, `qkeel explain NAME`: what names mean, printed without waiting for torch.
@@ -92,7 +92,7 @@ def report(
     return OK
 
 
-# `qkeel figures`: the figures of a study or a watched run as files for a paper.
+# `qkeel figures`: the figures of a study, a watched run or a model's attention as files for a paper.
 
 
 def figures(
@@ -103,22 +103,41 @@ def figures(
     formats: Several[Literal["pdf", "svg", "png"]] = ["pdf", "svg"],  # noqa: B006 - read only
     width: float = WIDTH,
     baseline: str = "none",
+    layers: Several[str] = [],  # noqa: B006 - read only
 ) -> int:
-    """Write the figures of a study or a watched run for a paper, as PDF, SVG or PNG.
+    """Write the figures of a study, a watched run or a model's attention for a paper, as PDF, SVG or PNG.
 
     Figures are drawn by matplotlib, which `pip install matplotlib` installs. The same data always produces identical
     files.
 
     Args:
-        run: Directory of a study, of a run, or of a watched model.
+        run: Directory of a study, of a run, or of a watched model; or module:function, where the function returns a
+            model and a batch for it, whose attention maps are drawn.
         out: The folder to write to [default: NAME-figures].
         formats: One or more of pdf, svg and png.
         width: Width of a figure in inches; 3.3 is one column of a two-column page.
         baseline: For a study, the remedy relative to which gains are computed, like qk_norm.
+        layers: With module:function, the layers whose attention is drawn, like h.0.attn; by default all.
     """
+    check_settings(formats, width)
+    source, name = run, run.resolve().name
+    if is_function(run):
+        # Here, because the commands of this file need no torch otherwise.
+        from qkeel.audit import attention_maps
+        from qkeel.cli.audit import of_model
+
+        source = of_model(
+            str(run),
+            lambda model, batch: attention_maps(model, batch, layers=layers or None),
+        )
+        name = str(run).rpartition(":")[2]
+    elif layers:
+        raise InvalidValueError(
+            f"expected module:function with --layers, got {run}: the maps are those of a model that runs"
+        )
     for path in draw(
-        run,
-        out or Path(f"{run.resolve().name}-figures"),
+        source,
+        out or Path(f"{name}-figures"),
         formats=formats,
         width=width,
         baseline=baseline,

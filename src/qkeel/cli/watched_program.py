@@ -384,7 +384,7 @@ class ModelFinder(Handle):
 
     def _begin(self, chain: list[nn.Module], optimizer: Optimizer) -> None:
         monitor = self._start(chain[0], optimizer)
-        # Otherwise the monitor continues from what the optimizer counts.
+        # An optimizer that keeps no count of its steps would make the monitor begin at 0.
         if self._steps[optimizer] and not steps_taken(optimizer):
             monitor.steps = self._steps[optimizer]
         self._watches.append(

@@ -195,7 +195,8 @@ class OwnGroup:
             pause = min(2 * pause, 0.05)
 
 
-# Actions that either all processes of a run perform or none does.
+# Actions that all processes of a run perform, or none: if one acted alone, the others would wait for it in a collective
+# until it times out.
 
 
 class _Meetings:

@@ -127,12 +127,14 @@ def _check_same_study(out: Path, old: Json, new: Json) -> None:
 
 def _in_order(about: Json) -> Json:
     """Sorts the runs by role, remedy, rate and seed, the order of the table, and leaves out what the study has not."""
-    roles, remedies = list(about["base"]), about["remedies"]
+    role_order, remedy_order = list(about["base"]), about["remedies"]
 
     def key(entry: Json) -> tuple[int, int, float, int]:
         remedy = entry["remedy"]
-        rank = remedies.index(remedy) if remedy in remedies else len(remedies)
-        return roles.index(entry["role"]), rank, entry["lr"], entry["seed"]
+        rank = (
+            remedy_order.index(remedy) if remedy in remedy_order else len(remedy_order)
+        )
+        return role_order.index(entry["role"]), rank, entry["lr"], entry["seed"]
 
     runs = sorted(about["runs"], key=key)
     known = {name: value for name, value in about.items() if value is not None}

@@ -67,7 +67,7 @@ class History:
     values: name -> [n] for names in records.STEP_FIELDS, NaN where not measured.
     heads: name -> [n layers heads] for names in records.HEAD_FIELDS, NaN where a layer has fewer heads.
     layers: the names of the layers. planned: the planned learning rates, if known.
-    types: layer -> its type (capture.visible_sets), where it is known. phase: whether the records come from
+    types: layer -> its type (capture.visible_pattern), where it is known. phase: whether the records come from
     training or, if the model was never observed in training, from evaluation. limits: layer -> the clip or cap that is
     active there.
     """

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from qkeel import distributed as dist
 from qkeel.capture.calls import SiteStatistics
 from qkeel.capture.example import Arguments
-from qkeel.capture.visible_sets import LayerType
+from qkeel.capture.visible_pattern import LayerType
 from qkeel.distributed.layout import Layout
 from qkeel.errors import AlarmWarning, InvalidValueError, caution
 from qkeel.frames import Foreign

@@ -13,14 +13,14 @@ from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import ModuleCall
 from qkeel.capture.intercept import CaptureMode
-from qkeel.capture.visible_sets import (
+from qkeel.capture.visible_pattern import (
     KeyOrigin,
     LayerType,
-    VisibleSets,
+    VisiblePattern,
     layer_type,
     told_apart,
     visible_digest,
-    visible_sets,
+    visible_pattern,
 )
 from qkeel.errors import (
     NoAttentionError,
@@ -44,7 +44,7 @@ class _VisibleKeys:
 
     def __init__(self) -> None:
         # Of the call that was examined last; the longest is always examined.
-        self.sets: VisibleSets | None = None
+        self.pattern: VisiblePattern | None = None
         # By number of queries, the digests of calls that showed the type; and that of the latest call.
         self._judged: dict[int, Tensor | None] = {}
         self._latest: tuple[int, Tensor | None] | None = None
@@ -54,11 +54,11 @@ class _VisibleKeys:
     def has_changed(self, queries: int, digest: Tensor | None) -> bool:
         """Whether the visible keys of a call are to be examined. On an accelerator the digest of the call before is
         read, which is there by now, so that nothing waits."""
-        if self.sets is None or queries > self.sets.queries:
+        if self.pattern is None or queries > self.pattern.queries:
             return True
-        window = self.sets.window
+        window = self.pattern.window
         # A shorter call may be too short to show a window.
-        if queries < (self.sets.queries if window is None else window + 1):
+        if queries < (self.pattern.queries if window is None else window + 1):
             return False
         before, self._latest = self._latest, (queries, digest)
         if digest is not None and digest.device.type != "cpu" and before is not None:
@@ -73,15 +73,17 @@ class _VisibleKeys:
         self._left -= not is_same
         return not is_same and self._left < 0
 
-    def examined(self, queries: int, digest: Tensor | None, sets: VisibleSets) -> None:
+    def examined(
+        self, queries: int, digest: Tensor | None, pattern: VisiblePattern
+    ) -> None:
         """Takes what the examination of a call has shown."""
-        if self.sets is not None and sets.visible != self.sets.visible:
+        if self.pattern is not None and pattern.visible != self.pattern.visible:
             self._judged.clear()
             self._examined = self._left = 0
         elif queries in self._judged:
             self._examined = min(self._examined + 1, 9)
             self._left = 2**self._examined // 16
-        self.sets, self._judged[queries] = sets, digest
+        self.pattern, self._judged[queries] = pattern, digest
 
     @property
     def shows_all(self) -> bool:
@@ -192,8 +194,8 @@ class WatchedSites:
         queries, digest = call.query_shape[1], visible_digest(call)
         if visible.has_changed(queries, digest):
             origins: dict[str, KeyOrigin] = {x.name: x.origin for x in self.all}
-            sets = visible_sets(call, origins.get(name, "tokens"))
-            visible.examined(queries, digest, sets)
+            pattern = visible_pattern(call, origins.get(name, "tokens"))
+            visible.examined(queries, digest, pattern)
             self._is_stale = True
 
     def _compare_heads(self, name: str, call: Seen) -> None:
@@ -222,15 +224,17 @@ class WatchedSites:
 
     def is_sparse(self, name: str) -> bool:
         """True if the queries of a site see only some of the keys, with hidden keys between them."""
-        sets = name in self._visible and self._visible[name].sets
-        return bool(sets) and sets.visible == "sparse"
+        pattern = name in self._visible and self._visible[name].pattern
+        return bool(pattern) and pattern.visible == "sparse"
 
     def pass_over(self) -> None:
         """Updates the type of sites whose visible sets have changed."""
         if not self._is_stale:
             return
         self._is_stale = False
-        visible = told_apart({k: x.sets for k, x in self._visible.items() if x.sets})
+        visible = told_apart(
+            {k: x.pattern for k, x in self._visible.items() if x.pattern}
+        )
         types: dict[str, LayerType] = {
             name: layer_type(kind, "tokens") for name, kind in visible.items()
         }

@@ -1,10 +1,11 @@
-"""Figures of a study or a watched run for a paper, drawn with matplotlib."""
+"""Figures of a study, a watched run or attention maps for a paper, drawn with matplotlib."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 
@@ -55,22 +56,24 @@ _UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
 
 
 def figures(
-    path: str | Path,
+    path: str | Path | Mapping[str, object],
     out: str | Path,
     *,
     formats: Sequence[str] = ("pdf", "svg"),
     width: float = WIDTH,
     baseline: str = BASELINE,
 ) -> list[Path]:
-    """Writes the figures of a study, a lab run or a watched run, and returns the files.
+    """Writes the figures of a study, a lab run, a watched run or attention maps, and returns the files.
 
     The figures of a watched run show the largest logit, the entropy and the norms of queries and keys of each layer
     over the steps, and a heat map of the last record. The figures of a study show the held-out loss and the largest
     logit against the learning rate (with ranges over seeds), the largest logit over the steps at each rate, and the
-    gains over a baseline (with 95 % intervals).
+    gains over a baseline (with 95 % intervals). Of attention maps there is one figure a layer, with all heads of the
+    batch's first sample.
 
     Args:
-        path: a directory written by `qkeel watch`, `qkeel run` or `qkeel study`.
+        path: a directory written by `qkeel watch`, `qkeel run` or `qkeel study`, or what `qkeel.attention_maps`
+            returns.
         out: the output folder.
         formats: one or more of pdf, svg and png.
         width: the width of a figure in inches.
@@ -82,27 +85,27 @@ def figures(
         InvalidValueError: the width is out of range.
         RunDirectoryError: nothing has been recorded, or the files cannot be read.
     """
-    for file_format in formats:
-        check_known("format of figures", file_format, FORMATS)
-    if not 0.5 <= width <= 50:
-        raise InvalidValueError(
-            f"expected a width from 0.5 to 50 inches, got {width:g}"
-        )
-    with needed("figures", "matplotlib"):
-        from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
-        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-    (directory,) = as_paths(path)
-    drawn = (
-        _of_watched(read_watched([directory])[0])
-        if is_watched(directory)
-        else _of_study(read_study(directory, baseline))
-    )
+    check_settings(formats, width)
+    from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+
     written = []
     with rc_context(_STYLE):
-        for name, draw in drawn:
+        if isinstance(path, Mapping):
+            drawn = _of_maps(path, width)
+        else:
+            (directory,) = as_paths(path)
+            on_axes = (
+                _of_watched(read_watched([directory])[0])
+                if is_watched(directory)
+                else _of_study(read_study(directory, baseline))
+            )
             # Not through pyplot, which would choose a window system and keep every figure until it is closed.
-            figure = Figure(figsize=(width, _RATIO * width), layout="constrained")
-            draw(figure.subplots())
+            blank = functools.partial(
+                Figure, figsize=(width, _RATIO * width), layout="constrained"
+            )
+            drawn = _on_axes(on_axes, blank)
+        for name, figure in drawn:
             make_directory(Path(out))
             for file_format in formats:
                 target = Path(out) / f"{name}.{file_format}"
@@ -110,9 +113,36 @@ def figures(
                 written.append(target)
     if not written:
         raise RunDirectoryError(
-            f"{directory} has no records to draw; wait until the run has recorded something, or give another directory"
+            f"{path} has no records to draw; wait until the run has recorded something, or give another directory"
         )
     return written
+
+
+def check_settings(formats: Sequence[str], width: float) -> None:
+    """Raises an error if figures in these formats and this width cannot be drawn, before anything is read."""
+    for file_format in formats:
+        check_known("format of figures", file_format, FORMATS)
+    if not 0.5 <= width <= 50:
+        raise InvalidValueError(
+            f"expected a width from 0.5 to 50 inches, got {width:g}"
+        )
+    with needed("figures", "matplotlib"):
+        import matplotlib as mpl  # pyright: ignore[reportMissingImports]  # noqa: F401
+
+
+def _of_maps(maps: Foreign, width: float) -> Iterator[tuple[str, Foreign]]:
+    for layer in maps:
+        # Quoted, so that no two layers share a file, and none lies in another folder.
+        name = f"attention_{quote(layer, safe='#')}".removesuffix("_")
+        yield name, maps.plot(layer, width=width)
+
+
+def _on_axes(drawings: Drawing, blank: Foreign) -> Iterator[tuple[str, Foreign]]:
+    """Yields the name of each figure, and the figure with the drawing on its axes."""
+    for name, draw in drawings:
+        figure = blank()
+        draw(figure.subplots())
+        yield name, figure
 
 
 # The name of a figure, and a function that draws it on Axes.

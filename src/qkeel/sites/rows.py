@@ -401,7 +401,8 @@ def half_codes(n: int) -> Bool[Tensor, "n m"]:
 # --- The dimensions of scores that hold heads, found by experiment: slices along them are computed from different
 # features
 
-# The sizes of a dimension's slowest part, heads and fastest part.
+# Scores may hold heads and batch or queries in one dimension: the sizes of what is outside the heads, of the heads, and of
+# what is inside, in the order of memory.
 Split = tuple[int, int, int]
 
 

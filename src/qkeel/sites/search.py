@@ -33,7 +33,7 @@ from qkeel.capture.example import (
 )
 from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
 from qkeel.capture.named_attention import BY_NAME
-from qkeel.capture.visible_sets import VisibleSets, told_apart, visible_sets
+from qkeel.capture.visible_pattern import VisiblePattern, told_apart, visible_pattern
 from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.modes import (
@@ -686,7 +686,7 @@ class _ObservedPass:
             search=self._find,
         )
         self.order: dict[str, AttentionSite] = {}
-        self._visible: dict[str, VisibleSets] = {}
+        self._visible: dict[str, VisiblePattern] = {}
         self._unclear: dict[str, str] = {}
         # The number of heads of each site, of which a module may compute each in a call of its own.
         self._heads: collections.Counter[str] = collections.Counter()
@@ -736,7 +736,7 @@ class _ObservedPass:
         site = sites.get(name) or _unknown_site(captured, self._search.failure)
         self.order[name] = site
         self._unclear[name] = _unclear_masks(captured.call)
-        self._visible[name] = visible_sets(captured.call, site.origin)
+        self._visible[name] = visible_pattern(captured.call, site.origin)
 
     def has_expected_heads(self) -> bool:
         """True if the sites that were found have the heads and the names that the calls of the pass have. A forward may

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from qkeel.capture.calls import HeadLayout, UnrecognizedAttention
 from qkeel.capture.described import Description
-from qkeel.capture.visible_sets import KeyOrigin, LayerType, VisibleType, layer_type
+from qkeel.capture.visible_pattern import KeyOrigin, LayerType, VisibleType, layer_type
 from qkeel.errors import InvalidValueError, ShapeError, check_known
 from qkeel.functional.bounds import repeat_groups
 from qkeel.spec import AttentionSpec
@@ -267,7 +267,7 @@ class AttentionSite:
     is the logit, with each vector counted once.
 
     `visible` says which keys the queries were observed to reach, and `origin` what the keys are computed from; see
-    `capture.visible_sets`.
+    `capture.visible_pattern`.
 
     >>> from qkeel import find_sites
     >>> from qkeel.nn import Attention
@@ -304,7 +304,7 @@ class AttentionSite:
 
     @property
     def layer_type(self) -> LayerType:
-        """The type of the layer, as observed; see `capture.visible_sets.layer_type`."""
+        """The type of the layer, as observed; see `capture.visible_pattern.layer_type`."""
         return "indexer" if self.chooses else layer_type(self.visible, self.origin)
 
     def __repr__(self) -> str:

@@ -296,12 +296,15 @@ class Tap(Handle):
             self._bounds.remove()
         self._latest = None
 
-    def calls(self, args: Args, kwargs: Kwargs) -> dict[str, Seen]:
+    def calls(
+        self, args: Args, kwargs: Kwargs, seed: int | None = 0
+    ) -> dict[str, Seen]:
         """Returns the first call of each site in an additional pass with these arguments. The pass runs eagerly and
-        without gradients, and with the same random numbers each time; it is not counted and changes nothing."""
+        without gradients, and with the same random numbers each time, or those that come next if `seed` is None; it is
+        not counted and changes nothing."""
         kept: dict[str, Seen] = {}
         look = ObservedPass(self, kept)
-        self._extra_pass(look, args, kwargs, seed=0)
+        self._extra_pass(look, args, kwargs, seed=seed)
         if look.error is not None:
             raise look.error
         return kept

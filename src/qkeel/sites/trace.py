@@ -25,7 +25,7 @@ from qkeel.capture.example import (
 )
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.capture.user_hooks import hooks_held_back
-from qkeel.capture.visible_sets import KeyOrigin
+from qkeel.capture.visible_pattern import KeyOrigin
 from qkeel.functional.norms import unrounded, widest
 from qkeel.patching.autograd import nodes_of, variable_of
 from qkeel.patching.forward import extra_pass

@@ -29,11 +29,15 @@ Weights = Float[Tensor, "b h r s"]
 
 
 def captured_calls(
-    model: nn.Module, batch: object, sites: Sites | None = None
+    model: nn.Module,
+    batch: object,
+    sites: Sites | None = None,
+    seed: int | None = 0,
 ) -> dict[str, list[Seen]]:
     """Returns the first attention call of each site in a pass on the batch, by name; the model is left as it was.
 
-    A site whose heads are computed one by one has a call for each head. `sites` are those of the model, if known.
+    A site whose heads are computed one by one has a call for each head. `sites` are those of the model, if known;
+    `seed` is that of the pass, whose random numbers are those that come next if it is None.
     """
     args, kwargs = arguments(batch, "batch")
     inner = unwrapped(model)
@@ -41,7 +45,7 @@ def captured_calls(
         sites, _ = found_sites(inner, args, kwargs)
     with Tap(inner) as tap, undisturbed(inner):
         tap.sites = sites
-        calls = tap.calls(args, kwargs)
+        calls = tap.calls(args, kwargs, seed)
     if not calls:
         raise NoAttentionError(
             f"no attention was seen in a forward pass of this {type(inner).__name__}"

@@ -576,7 +576,7 @@ def band_call(
             slopes = slopes[n].mT[None] if slopes.ndim == 2 else slopes[None, :, None]
     low, high = _spans(call, at, begin, length, window)
     mask = call.mask
-    # Use a placeholder that neither hides nor adds anything.
+    # A BandCall always has a mask, and ALiBi's bias can only be added to one of numbers.
     if mask is None:
         mask = (
             call.q.new_ones((1, 1, 1, 1), dtype=torch.bool)

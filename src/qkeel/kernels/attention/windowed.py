@@ -166,21 +166,23 @@ def _behind(x: Tensor, w: int) -> Tensor:
     return _blocks(x[:, :, :whole_blocks], w).flip(2)[:, :, :-1]
 
 
-def _from_far(x: Tensor, shape: torch.Size, w: int, fill: float) -> Tensor:
-    return pad(x, (0, 0, w, 0), value=fill)
+def _from_far(x: Tensor, shape: torch.Size, w: int, absent_value: float) -> Tensor:
+    return pad(x, (0, 0, w, 0), value=absent_value)
 
 
-def _from_blocks(x: Tensor, shape: torch.Size, w: int, fill: float) -> Tensor:
+def _from_blocks(x: Tensor, shape: torch.Size, w: int, absent_value: float) -> Tensor:
     b, _, t, _ = shape
     return x.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)[:, :, :t]
 
 
-def _from_before(x: Tensor, shape: torch.Size, w: int, fill: float) -> Tensor:
-    blocks = pad(x, (0, 0, 1, 0), value=fill).flip(2)
-    rows = _from_blocks(blocks, shape, w, fill)
-    return pad(rows, (0, 0, w, 0), value=fill)[:, :, : shape[2]]
+def _rows_of_before(
+    x: Tensor, shape: torch.Size, w: int, absent_value: float
+) -> Tensor:
+    blocks = pad(x, (0, 0, 1, 0), value=absent_value).flip(2)
+    rows = _from_blocks(blocks, shape, w, absent_value)
+    return pad(rows, (0, 0, w, 0), value=absent_value)[:, :, : shape[2]]
 
 
 # For each triangle: its rows of an output, and the way back from its output to rows.
 _ROWS = (lambda x, w: x[:, :, w:], _blocks, _before)
-_TO_ROWS = (_from_far, _from_blocks, _from_before)
+_TO_ROWS = (_from_far, _from_blocks, _rows_of_before)

@@ -42,12 +42,12 @@ def layer_type(visible: VisibleType, origin: KeyOrigin) -> LayerType:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class VisibleSets:
-    """The type of the visible sets of one call.
+class VisiblePattern:
+    """The type of the sets of keys that the queries of one call see.
 
     Attributes:
         visible: the type.
-        blocks: whether the sets are full within groups of neighbouring tokens and empty between groups. Packed
+        blocks: whether the sets of visible keys are full within groups of neighbouring tokens and empty between groups. Packed
             sequences have such sets, and so has attention in chunks; `told_apart` distinguishes the two.
         queries: the number of queries.
         window: in a window, the most keys that a query sees; a call with more queries than this shows the window.
@@ -59,31 +59,31 @@ class VisibleSets:
     window: int | None = dataclasses.field(default=None, compare=False)
 
 
-def told_apart(of_sites: Mapping[str, VisibleSets]) -> dict[str, VisibleType]:
+def told_apart(of_sites: Mapping[str, VisiblePattern]) -> dict[str, VisibleType]:
     """The visible types of the sites in one pass. Packed sequences are separated in every layer, so if another site
     with the same number of queries saw all keys, without blocks, the blocks are windows.
 
-    >>> packed = VisibleSets(visible="full", blocks=True, queries=8)
+    >>> packed = VisiblePattern(visible="full", blocks=True, queries=8)
     >>> told_apart({"a": packed, "b": packed})
     {'a': 'full', 'b': 'full'}
-    >>> told_apart({"a": packed, "b": VisibleSets(visible="full", blocks=False, queries=8)})
+    >>> told_apart({"a": packed, "b": VisiblePattern(visible="full", blocks=False, queries=8)})
     {'a': 'window', 'b': 'full'}
     """
     unbroken = {
-        sets.queries
-        for sets in of_sites.values()
-        if sets.visible == "full" and not sets.blocks
+        pattern.queries
+        for pattern in of_sites.values()
+        if pattern.visible == "full" and not pattern.blocks
     }
     types: dict[str, VisibleType] = {}
-    for name, sets in of_sites.items():
-        is_window = sets.blocks and sets.queries in unbroken
-        types[name] = "window" if is_window else sets.visible
+    for name, pattern in of_sites.items():
+        is_window = pattern.blocks and pattern.queries in unbroken
+        types[name] = "window" if is_window else pattern.visible
     return types
 
 
 @torch.no_grad()
-def visible_sets(call: Seen, origin: KeyOrigin = "tokens") -> VisibleSets:
-    """Determines the type of the visible sets of a call from what the call says, or else from its mask.
+def visible_pattern(call: Seen, origin: KeyOrigin = "tokens") -> VisiblePattern:
+    """Determines the type of the sets of keys that the queries of a call see from what the call says, or else from its mask.
 
     Keys that every query sees, such as sinks and memory, and keys that no query sees are left out. A row's set is a
     span if it has no gaps among the remaining keys.
@@ -112,7 +112,7 @@ def visible_sets(call: Seen, origin: KeyOrigin = "tokens") -> VisibleSets:
         elif do_slide:
             visible, window = "window", most
     is_full = visible == "full"
-    return VisibleSets(
+    return VisiblePattern(
         visible=visible, blocks=is_full and has_blocks, queries=t, window=window
     )
 

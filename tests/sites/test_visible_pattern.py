@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qkeel.capture.calls import ScoresCall
-from qkeel.capture.visible_sets import VisibleSets, told_apart, visible_sets
+from qkeel.capture.visible_pattern import VisiblePattern, told_apart, visible_pattern
 from qkeel.spec import AttentionSpec, SlidingWindow
 from qkeel.spec.call import band_call, make_call
 
@@ -97,15 +97,15 @@ def call_of(mask, written):
 
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("name", MASKS)
-def test_the_type_is_that_of_the_visible_sets(name, written, monkeypatch):
+def test_the_type_is_that_of_the_visible_pattern(name, written, monkeypatch):
     mask, visible, blocks = MASKS[name]
-    assert visible_sets(call_of(mask, written)) == VisibleSets(
+    assert visible_pattern(call_of(mask, written)) == VisiblePattern(
         visible=visible, blocks=blocks, queries=T
     )  # type: ignore[arg-type]
     monkeypatch.setattr(
-        "qkeel.capture.visible_sets._PAIRS", 5 * 2 * mask.shape[-1]
+        "qkeel.capture.visible_pattern._PAIRS", 5 * 2 * mask.shape[-1]
     )  # five rows at a time
-    assert visible_sets(call_of(mask, written)) == VisibleSets(
+    assert visible_pattern(call_of(mask, written)) == VisiblePattern(
         visible=visible, blocks=blocks, queries=T
     )  # type: ignore[arg-type]
 
@@ -113,10 +113,10 @@ def test_the_type_is_that_of_the_visible_sets(name, written, monkeypatch):
 def test_fewer_keys_than_queries_are_compressed_unless_they_come_of_another_source():
     q, k = torch.randn(1, 2, T, 4), torch.randn(1, 2, 5, 4)
     call = make_call(AttentionSpec(), q, k, k, causal=False)
-    assert visible_sets(call).visible == "compressed"
-    assert visible_sets(call, "other").visible == "full"
+    assert visible_pattern(call).visible == "compressed"
+    assert visible_pattern(call, "other").visible == "full"
     assert (
-        visible_sets(make_call(AttentionSpec(), k, q, q, causal=False)).visible
+        visible_pattern(make_call(AttentionSpec(), k, q, q, causal=False)).visible
         == "full"
     )
 
@@ -131,12 +131,12 @@ def test_a_window_over_pieces_of_the_sequence_is_a_window():
     call = ScoresCall(
         spec=AttentionSpec(), logits=z, capped=z, hidden=~mask, q=None, k=None
     )
-    assert visible_sets(call).visible == "window"
+    assert visible_pattern(call).visible == "window"
 
 
 def test_chunks_are_windows_where_another_layer_sees_across_them():
     chunk, whole = (
-        visible_sets(call_of(MASKS[name][0], False))
+        visible_pattern(call_of(MASKS[name][0], False))
         for name in ("packed or in chunks", "causal")
     )
     assert told_apart({"a": chunk, "b": whole}) == {"a": "window", "b": "full"}
@@ -147,17 +147,21 @@ def test_flags_windows_and_packed_sequences_need_no_mask():
     x = torch.randn(1, 2, T, 4)
     plain = make_call(AttentionSpec(), x, x, x)
     packed = band_call(plain, cu_seqlens=torch.tensor([0, 5, T]))
-    assert visible_sets(plain) == VisibleSets(visible="full", blocks=False, queries=T)
-    assert visible_sets(packed) == VisibleSets(visible="full", blocks=True, queries=T)
-    assert visible_sets(band_call(plain, window=(3, 0))).visible == "window"
+    assert visible_pattern(plain) == VisiblePattern(
+        visible="full", blocks=False, queries=T
+    )
+    assert visible_pattern(packed) == VisiblePattern(
+        visible="full", blocks=True, queries=T
+    )
+    assert visible_pattern(band_call(plain, window=(3, 0))).visible == "window"
     assert (
-        visible_sets(
+        visible_pattern(
             band_call(plain, window=(2, 0), cu_seqlens=torch.tensor([0, 5, T]))
         ).visible
         == "window"
     )
     assert (
-        visible_sets(
+        visible_pattern(
             make_call(AttentionSpec(position=SlidingWindow(window=4)), x, x, x)
         ).visible
         == "window"
