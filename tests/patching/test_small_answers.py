@@ -47,9 +47,11 @@ def test_one_level_of_forward_differentiation_counts():
 def test_hooks_of_ours_come_before_those_of_the_program():
     layer, order = nn.Linear(4, 2), []
     layer.register_forward_pre_hook(lambda *_: order.append("program"))
-    hooks = put_hooks(
-        layer, lambda *_: order.append("before"), lambda *_: order.append("after")
+    before, after = (
+        (lambda *_: order.append("before")),
+        (lambda *_: order.append("after")),
     )
+    hooks = put_hooks([(layer, before, after)])
     layer(torch.randn(1, 4))
     remove_hooks(hooks)
     layer(torch.randn(1, 4))

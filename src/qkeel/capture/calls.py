@@ -745,6 +745,10 @@ class SiteStatistics(Mapping[str, LogitStats]):
     def __len__(self) -> int:
         return sum(map(len, self.joint))
 
+    def __bool__(self) -> bool:
+        # Whether there are some is asked more often than how many.
+        return bool(self._waiting or self._joint)
+
     def _reduce(self) -> None:
         waiting, self._waiting, self._n_waiting = self._waiting, [], 0
         names = [name for name, _ in waiting]

@@ -29,8 +29,8 @@ from qkeel.errors import InvalidTypeError
 from qkeel.patching.modes import (
     TABLES,
     Args,
+    Around,
     Guarded,
-    Hook,
     Kwargs,
     attributes_of,
     buffers_of,
@@ -213,14 +213,14 @@ class ModuleStack:
             for act in (self.push, self.pop)
         )
         push, pop = in_this_thread(push), in_this_thread(pop)
-        hooks: list[Hook] = []
-        undo.callback(remove_hooks, hooks)
+        hooks: list[Around] = []
         for module in self._named.values():
             if _has_no_attention(module):
                 if self._keep:
-                    hooks += put_hooks(module, None, in_this_thread(self._count))
+                    hooks.append((module, None, in_this_thread(self._count)))
             elif not isinstance(module, torch.jit.ScriptModule):
-                hooks += put_hooks(module, push, pop)
+                hooks.append((module, push, pop))
+        undo.callback(remove_hooks, put_hooks(hooks))
 
     def begun(self, args: Args, kwargs: Kwargs) -> None:
         """Call this before `attach` if the model's own call has already begun; the end of that call is then ignored."""
@@ -285,17 +285,19 @@ def _has_no_attention(module: nn.Module) -> bool:
     return type(module) in _WITHOUT_ATTENTION and "forward" not in vars(module)
 
 
-def tensors(value: object) -> Iterator[Tensor]:
+def tensors(value: object) -> list[Tensor]:
     """Every tensor in nested tuples, lists and dicts."""
-    left = [value]
+    # A list, because each tensor that a generator yields costs a call of Python.
+    tensors, left = [], [value]
     while left:
         item = left.pop()
         if isinstance(item, torch.Tensor):
-            yield item
+            tensors.append(item)
         elif isinstance(item, dict):
             left.extend(reversed(item.values()))
         elif isinstance(item, (tuple, list)):
             left.extend(reversed(item))
+    return tensors
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -63,7 +63,6 @@ from qkeel.patching.modes import (
     Args,
     Function,
     Guarded,
-    Hook,
     Kwargs,
     function_name,
     in_vmap,
@@ -191,11 +190,9 @@ class CaptureMode(CallObserver):
             guard=guard,
         )
         self._search = search
-        # Called with q, k, scale and causality of an SDPA call without a mask in a known module; returns whether no
+        # Called with the site, q, k, scale and causality of an SDPA call without a mask in a known module; returns whether no
         # further reading of the call is needed. None if calls are not read in this way.
-        self.plain: (
-            Callable[[ModuleCall, int, Tensor, Tensor, float, bool], bool] | None
-        ) = None
+        self.plain: Callable[[str, Tensor, Tensor, float, bool], bool] | None = None
         # Called with the logsumexps of an SDPA call's rows, where its kernel hands them out, and with q, k, scale and
         # causality unless there is a mask; returns whether no further reading of the call is needed.
         self.bounded: Callable[[str, Tensor, PlainCall | None], bool] | None = None
@@ -292,11 +289,11 @@ class CaptureMode(CallObserver):
             return
         # A mode costs one callback for each torch function, so the rest of the pass runs without it.
         around.callback(self._leave_all)
-        hooks: list[Hook] = []
-        around.callback(remove_hooks, hooks)
-        for module, only in self._only_in.values():
-            enter = functools.partial(self._enter_module, only)
-            hooks += put_hooks(module, enter, self._leave_module)
+        hooks = [
+            (module, functools.partial(self._enter_module, only), self._leave_module)
+            for module, only in self._only_in.values()
+        ]
+        around.callback(remove_hooks, put_hooks(hooks))
 
     def restart(self) -> None:
         """Forgets the pass that was observed, so that another one can be observed in the same context."""
@@ -446,9 +443,7 @@ class CaptureMode(CallObserver):
             and self.bounded(name, lse, plain)
         )
         if not is_bounded and (
-            plain is None
-            or self.plain is None
-            or not self.plain(top, top.calls, *plain)
+            plain is None or self.plain is None or not self.plain(name, *plain)
         ):
             return False
         top.calls += 1

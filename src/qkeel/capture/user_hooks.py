@@ -17,9 +17,9 @@ from torch import nn
 from qkeel.capture.contents import ObjectContents
 from qkeel.capture.readers import unobserved
 from qkeel.patching.modes import (
-    filled_hook_tables,
     global_hooks,
     gradient_hooks,
+    hook_tables,
     hooks_after,
     hooks_before,
     idle,
@@ -113,13 +113,13 @@ class _Unobserved:
 def hide_recording_hooks(modules: Iterable[nn.Module], around: ExitStack) -> None:
     """Makes forward hooks of modules that return nothing, or an argument of theirs, run unobserved until `around` is
     closed: attention that they compute from what they see, as probes that log weights do, is none of the model's."""
-    wrapped: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any]]] = []
-    for table in (*global_hooks(), *filled_hook_tables(modules)):
-        wrapped += [
-            (table, key, hook)
-            for key, hook in _own_hooks(table)
-            if returns_nothing(hook, or_argument=True) and table[key] is hook
-        ]
+    wrapped = [
+        (table, key, hook)
+        for table in (*global_hooks(), *hook_tables(modules))
+        for key, hook in table.items()
+        # Torch numbers its hooks; those that a step puts by `put_hooks` have other keys.
+        if type(key) is int and _records(hook)
+    ]
     for table, key, hook in wrapped:
         table[key] = _Unobserved(hook)
         around.callback(_put_back, table, key, hook)
@@ -131,6 +131,12 @@ def _put_back(
     # The pass may have removed the hook.
     if key in table:
         table[key] = hook
+
+
+def _records(hook: Callable[..., Any]) -> bool:
+    """True if a hook is the program's, may compute attention, and changes no value."""
+    is_needed = isinstance(hook, _Unobserved) or _is_of(_WITH_NEEDED_HOOKS, hook)
+    return not is_needed and returns_nothing(hook, or_argument=True)
 
 
 def _own_hooks(

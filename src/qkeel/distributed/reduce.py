@@ -109,8 +109,13 @@ class StepTable:
         return np.arange(first, first + column.size).reshape(shape)
 
     def known(self, vector: np.ndarray) -> np.ndarray:
-        """Returns the vector with NaN where there were no data."""
-        return np.where(np.append(vector, 1.0)[self._weight_of] > 0, vector, np.nan)
+        """Returns the vector with NaN where there were no data, and one more NaN behind it."""
+        known = np.full(self.size + 1, np.nan)
+        known[:-1] = vector
+        weights = known.copy()
+        weights[-1] = 1.0
+        known[:-1][~(weights[self._weight_of] > 0)] = np.nan
+        return known
 
     def split(self, vector: Tensor) -> tuple[Tensor, Tensor]:
         """Returns `largest` and `sums` of a vector, on its device."""

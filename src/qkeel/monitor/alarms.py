@@ -404,6 +404,8 @@ class AlarmLog:
 
     def __init__(self, rules: Sequence[Rule] = DEFAULT) -> None:
         self.rules = tuple(rules)
+        # Each step asks for the names, which are put together from words and thresholds.
+        self._named = [(rule.name, rule) for rule in self.rules]
         self.alarms: list[Alarm] = []
         # Rules whose notice no longer holds.
         self._over: set[str] = set()
@@ -412,8 +414,8 @@ class AlarmLog:
         """Returns the alarms that the last record raises for the first time, the most severe first."""
         raised = {alarm.rule for alarm in self.alarms}
         alarms = []
-        for rule in self.rules if len(history) else ():
-            alarm = None if rule.name in raised else rule.check(history)
+        for name, rule in self._named if len(history) else ():
+            alarm = None if name in raised else rule.check(history)
             if alarm is not None:
                 alarms.append(alarm)
         alarms.sort(key=lambda alarm: -list(Severity).index(alarm.severity))
@@ -423,8 +425,7 @@ class AlarmLog:
     def over(self, history: History) -> list[Alarm]:
         """Returns the notices that hold no longer with the last record, each once: a page that is read afterwards must
         not say of a few early steps what was true of them alone."""
-        rules = {rule.name: rule for rule in self.rules}
-        over = []
+        rules, over = dict(self._named), []
         for alarm in self.alarms:
             rule = rules.get(alarm.rule)
             is_open = alarm.severity is Severity.NOTICE and alarm.rule not in self._over

@@ -158,6 +158,7 @@ class MeasuredSteps:
     Attributes:
         done: the number of optimizer steps.
         last: the last measured training step.
+        reads_tops: whether the cadence may choose steps by the largest logits of others.
         closer: if not None, every so many steps are measured in addition to those that the cadence selects.
         besides: training steps that are measured regardless of the cadence.
         continued: if not None, returns the number of steps before this run; called in the first pass.
@@ -172,6 +173,7 @@ class MeasuredSteps:
         self.besides: set[int] = set()
         self.continued: Callable[[], int] | None = None
         self._cadence, self._by_optimizer = cadence, by_optimizer
+        self.reads_tops = not isinstance(cadence, (Every, LogSpaced))
         self._models = tuple(models)
         self._passes: Counter[tuple[Phase, str]] = Counter()
         # By their likely roles.

@@ -83,7 +83,8 @@ class CallStatistics:
         # The kernel behind it knows neither masks of queries nor classes.
         if not self.tokens.all_count:
             return None
-        self.setting.see_plain(q, scale)
+        self.setting.shapes.add((q.shape[-1], scale))
+        self.setting.formats.add((q.dtype, "fused"))
         return (plain_max_stats if self._wanted == "max" else plain_rows)(
             q, k, scale, causal
         )
@@ -109,32 +110,32 @@ _NAMES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
 
 @final
 class SettingSeen:
-    """Collects what the calls have in common. If the calls differ in a fact, the rules that need this fact stay off."""
+    """Collects what the calls have in common. If the calls differ in a fact, the rules that need this fact stay off.
+
+    Attributes:
+        formats: number formats of the logits, with how they are computed.
+        shapes: widths of heads, with the scales of their logits.
+    """
 
     def __init__(self) -> None:
-        self._formats: set[tuple[torch.dtype, Literal["fused", "eager"]]] = set()
-        self._shapes: set[tuple[int, float | None]] = set()
+        self.formats: set[tuple[torch.dtype, Literal["fused", "eager"]]] = set()
+        self.shapes: set[tuple[int, float | None]] = set()
 
     def see(self, call: Seen) -> None:
         """Records the setting of one attention call; the scores of a hand-written one are in memory."""
         is_eager = isinstance(call, ScoresCall)
         if call.q is not None:
             head_dim = call.q.shape[-1]
-            self._shapes.add((head_dim, call.spec.scale.constant(head_dim)))
-            self._formats.add((call.q.dtype, "eager" if is_eager else "fused"))
+            self.shapes.add((head_dim, call.spec.scale.constant(head_dim)))
+            self.formats.add((call.q.dtype, "eager" if is_eager else "fused"))
         elif isinstance(call, ScoresCall):
-            self._formats.add((call.logits.dtype, "eager"))
-
-    def see_plain(self, q: Tensor, scale: float) -> None:
-        """Records the setting of one call of torch's own attention function."""
-        self._shapes.add((q.shape[-1], scale))
-        self._formats.add((q.dtype, "fused"))
+            self.formats.add((call.logits.dtype, "eager"))
 
     def of(self, sites: Sequence[AttentionSite]) -> Setting:
         """The facts that apply to all sites, and the q/k norm of the sites that have one, which is needed for the bound
         from its gains."""
-        scale = _only({scale for _, scale in self._shapes})
-        dtype, kernel = _only(self._formats) or (None, None)
+        scale = _only({scale for _, scale in self.shapes})
+        dtype, kernel = _only(self.formats) or (None, None)
         kinds: set[Kind] = set()
         for site in sites:
             if site.query_gains and site.key_gains:
@@ -143,7 +144,7 @@ class SettingSeen:
         return Setting(
             dtype=_NAMES.get(dtype) if is_known else None,  # type: ignore[arg-type]
             kernel=kernel,
-            head_dim=_only({head_dim for head_dim, _ in self._shapes}),
+            head_dim=_only({head_dim for head_dim, _ in self.shapes}),
             scale=scale,
             norm=_only(kinds),
         )

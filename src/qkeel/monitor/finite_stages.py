@@ -95,20 +95,20 @@ def finite_stages(
     is_product = (arrays["n_products"] > 0) & ~np.isfinite(norms)
     is_logit = arrays[NON_FINITE] > 0
     # In the order of a pass: everything behind the first stage that is not finite inherits it.
-    first = np.select(
-        [
-            is_weight & (is_input | is_product | is_logit),
-            flags["data"] & is_input,
-            is_input,
-            is_product,
-            is_logit,
-            flags["output"],
-        ],
-        range(len(STAGES)),
-        ALL,
+    stages = (
+        is_weight & (is_input | is_product | is_logit),
+        flags["data"] & is_input,
+        is_input,
+        is_product,
+        is_logit,
+        flags["output"],
     )
+    first = np.full(is_input.shape, float(ALL))
+    for stage in reversed(range(ALL)):
+        first[stages[stage]] = stage
     is_known = (arrays["non_finite_input"] >= 0) & ~np.isnan(arrays["n_queries"])
-    return np.where(is_known, first, np.nan)
+    first[~is_known] = np.nan
+    return first
 
 
 @final

@@ -34,10 +34,11 @@ NO_BLOCKS = (
 )
 
 
-# What is done with the values that enter or leave a module.
-_Act = Callable[..., None]
-# Others, such as float8, have no sums.
-SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# A hook before or after the forward of a module.
+_Look = Callable[..., None]
+# Others, such as float8, have no sums. Those of finite numbers in half precision may overflow in it.
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SUMMED = {dtype: wide(dtype) for dtype in _FLOATS}
 
 
 @final
@@ -72,7 +73,7 @@ class HiddenStates:
         self._tree, self._inputs_too = tree, inputs_too
         self._is_told = not inputs_too
         # A module may be a site and a block.
-        self._looks: list[tuple[str, nn.Module, _Act | None, _Act]] = []
+        self._looks: list[tuple[str, nn.Module, _Look | None, _Look]] = []
         # While modules are looked at.
         self._hooks: list[Hook] | None = None
         self._thread = 0
@@ -80,10 +81,10 @@ class HiddenStates:
         # The shape of the last block's output.
         self._awaited: torch.Size | None = None
         self._final: tuple[Tensor, int] | None = None
-        # Of the pass: the mean norms of what left the blocks of sites, with the numbers of tokens; the sums of what
-        # entered and left their modules; and the largest numbers of the data.
+        # Of the pass: the mean norms of what left blocks, with the numbers of tokens; the sums of what entered and left
+        # the modules of sites, by their names; and the largest numbers of the data.
         self._outputs: list[tuple[str, Tensor, int]] = []
-        self._sums: dict[str, list[tuple[str, Tensor, int]]] = {}
+        self._sums: dict[str, list[tuple[str, Tensor]]] = {}
         self._data: list[Tensor] = []
         # What entered or left blocks, by side and block, with the number of tokens.
         self._streams: list[tuple[str, str, Mapping[str, Tensor], int]] = []
@@ -117,7 +118,7 @@ class HiddenStates:
         }
         # What has entered these modules before they had hooks is looked at now.
         if "" in self._modules and not was_root and self._model in arguments:
-            self._add_sum("input", "", arguments[self._model])
+            self._add_sum("input", "", self._model, *arguments[self._model])
         for role, module, before, _ in self._looks:
             if before and module in arguments and (role, module) not in entered:
                 before(module, *arguments[module])
@@ -125,18 +126,18 @@ class HiddenStates:
     @torch.no_grad()
     def begin(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Begins a pass with these arguments; what a pass that has failed left is dropped."""
+        # Other threads may call the same modules.
+        self._thread = threading.get_ident()
         self._final = self._awaited = None
         self._outputs, self._sums = [], {"input": [], "output": []}
         self._streams = []
         held = map(dense, tensors((args, dict(kwargs))))
         self._data = [x.amax() for x in held if x.numel()]
         if "" in self._modules:
-            self._add_sum("input", "", (args, kwargs))
+            self._add_sum("input", "", self._model, args, kwargs)
 
     def attach(self) -> Handle:
         """Looks at the modules until the handle is removed."""
-        # Other threads may call the same modules.
-        self._thread = threading.get_ident()
         self._attach()
         return Handle(self._detach)
 
@@ -145,9 +146,7 @@ class HiddenStates:
         if self._named is not (named := self._tree.named()):
             self._named = named
             self._list_modules(named)
-        self._hooks = []
-        for _, module, before, after in self._looks:
-            self._hooks += put_hooks(module, before, after)
+        self._hooks = put_hooks([looks[1:] for looks in self._looks])
 
     def _detach(self) -> None:
         remove_hooks(self._hooks or ())
@@ -161,16 +160,24 @@ class HiddenStates:
             if not self._sites:
                 caution(NO_BLOCKS)
         if "" in self._modules:
-            self._add_sum("output", "", output)
+            self._add_sum("output", "", self._model, (), output)
         numbers = self._numbers
         if self._final is not None:
             numbers.add(("", "final_hidden_norm"), Number(*self._final))
         in_blocks = tuple(itertools.chain(*self._sites.values()))
-        numbers.add_calls(in_blocks, "block_output_norm", self._outputs)
+        outputs = [
+            (site, norm, n_tokens)
+            for block, norm, n_tokens in self._outputs
+            for site in self._sites[block]
+        ]
+        numbers.add_calls(in_blocks, "block_output_norm", outputs)
         self._add_streams()
         # A sum is finite if its terms are, and is the cheapest of all reductions.
         for side, sums in self._sums.items():
-            numbers.add_calls(self._all, f"non_finite_{side}", sums, is_flag=True)
+            of_sites = [
+                (site, total, 0) for name, total in sums for site in self._modules[name]
+            ]
+            numbers.add_calls(self._all, f"non_finite_{side}", of_sites, is_flag=True)
         if self._data:
             device = self._data[0].device
             peaks = torch.stack([x.float().to(device) for x in self._data])
@@ -182,80 +189,75 @@ class HiddenStates:
 
     def _list_modules(self, named: Sequence[tuple[str, nn.Module]]) -> None:
         inside = tuple(f"{block}." for block in self._sites)
-        looks: list[tuple[str, nn.Module, _Act | None, _Act]] = []
+        # A layer has three of these hooks, so the guard is all that lies between torch and the code.
+        guarded = partial(partial, self._guard)
+        self._looks = []
         for name, module in named:
             # Not the model itself, over whose hooks torch iterates when its pass fails; and scripted modules
             # accept no hooks.
             if not name or isinstance(module, torch.jit.ScriptModule):
                 continue
             if name in self._modules:
-                enter = partial(self._add_sum, "input", name)
-                leave = partial(self._add_sum, "output", name)
-                looks.append(("site", module, enter, leave))
+                enter = guarded(self._add_sum, "input", name)
+                leave = guarded(self._add_sum, "output", name)
+                self._looks.append(("site", module, enter, leave))
             is_sibling = name.rpartition(".")[0] in self._lists and any(
                 True for _ in module.children()
             )
             if name in self._sites or (self._inputs_too and is_sibling):
-                sites = self._sites.get(name, ())
-                enter = partial(self._measure, "input", name)
-                leave = partial(self._leave_block, sites, name)
-                enter = enter if self._inputs_too else None
-                looks.append(("block", module, enter, leave))
+                enter = None
+                if self._inputs_too:
+                    enter = guarded(self._measure, "input", name)
+                leave = guarded(self._leave_block, name)
+                self._looks.append(("block", module, enter, leave))
             # A list of blocks that is called returns what its last block returns.
             elif (
                 self._sites and not name.startswith(inside) and name not in self._lists
             ):
-                looks.append(("behind", module, None, self._pass_on))
-        self._looks = [
-            (
-                role,
-                module,
-                enter and partial(self._before, enter),
-                partial(self._after, leave),
-            )
-            for role, module, enter, leave in looks
-        ]
+                leave = guarded(self._pass_on)
+                self._looks.append(("behind", module, None, leave))
 
-    def _before(
-        self, act: _Act, module: nn.Module, args: object, kwargs: object
+    # Hooks before a module get its arguments and keyword arguments, those behind it the arguments and the output.
+
+    def _add_sum(
+        self, side: str, name: str, module: nn.Module, args: object, last: object
     ) -> None:
-        if threading.get_ident() == self._thread:
-            self._guard(act, (args, kwargs))
-
-    def _after(
-        self, act: _Act, module: nn.Module, args: object, output: object
-    ) -> None:
-        if threading.get_ident() == self._thread:
-            self._guard(act, output)
-
-    def _add_sum(self, side: str, name: str, values: object) -> None:
+        if threading.get_ident() != self._thread:
+            return
         with beside_function_modes():
-            states = hidden_states(values)
+            states = hidden_states((args, last) if side == "input" else last)
             if states is not None and states.dtype in SUMMED and states.numel():
-                # In float32 or wider, since a sum of finite numbers in half precision may overflow.
-                total = states.sum(dtype=wide(states.dtype))
-                self._sums[side] += [(site, total, 0) for site in self._modules[name]]
+                total = states.sum(dtype=SUMMED[states.dtype])
+                self._sums[side].append((name, total))
 
-    def _leave_block(self, sites: Sequence[str], name: str, output: object) -> None:
+    def _leave_block(
+        self, name: str, module: nn.Module, args: object, output: object
+    ) -> None:
+        if threading.get_ident() != self._thread:
+            return
         with beside_function_modes():
             states = hidden_states(output)
             if self._inputs_too:
-                self._measure("output", name, states)
-            if states is not None and sites:
+                self._measure("output", name, module, (), states)
+            if states is not None and name in self._sites:
                 self._final, self._awaited = _mean_norm(states), states.shape
-                self._outputs += [(site, *self._final) for site in sites]
+                self._outputs.append((name, *self._final))
 
-    def _pass_on(self, output: object) -> None:
-        if self._awaited is None:
+    def _pass_on(self, module: nn.Module, args: object, output: object) -> None:
+        if self._awaited is None or threading.get_ident() != self._thread:
             return
         with beside_function_modes():
             states = hidden_states(output)
             if states is not None and states.shape == self._awaited:
                 self._final, self._awaited = _mean_norm(states), None
 
-    def _measure(self, side: str, block: str, values: object) -> None:
+    def _measure(
+        self, side: str, block: str, module: nn.Module, args: object, last: object
+    ) -> None:
+        if threading.get_ident() != self._thread:
+            return
         with beside_function_modes():
-            states = hidden_states(values)
+            states = hidden_states((args, last) if side == "input" else last)
             if states is not None and states.numel():
                 n_tokens = states.numel() // states.shape[-1]
                 self._streams.append((side, block, stream_statistics(states), n_tokens))
@@ -281,7 +283,7 @@ def dense(x: Tensor) -> Tensor:
 
 def hidden_states(values: object) -> Tensor | None:
     """The first floating-point tensor with at least two dimensions among nested values, without its graph, or None."""
-    for value in tensors(values):
+    for value in (values,) if isinstance(values, Tensor) else tensors(values):
         states = value if type(value) is Tensor else dist.local(value)
         if states.is_floating_point() and states.ndim > 1:
             return states.detach()
@@ -290,7 +292,8 @@ def hidden_states(values: object) -> Tensor | None:
 
 def _mean_norm(states: Tensor) -> tuple[Tensor, int]:
     """The mean norm of the tokens, in float32 or wider, and their number."""
-    norms = torch.linalg.vector_norm(states, dim=-1, dtype=wide(states.dtype))
+    dtype = SUMMED.get(states.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(states, dim=-1, dtype=dtype)
     return norms.mean(), norms.numel()
 
 

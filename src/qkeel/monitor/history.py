@@ -331,7 +331,8 @@ class Recording:
         record: dict[str, object] = {"own:index": self._seen, "own:rate": rate}
         record["own:step"] = number(values["step"])
         for name, x in values.items():
-            record[f"values:{name}"] = x if type(x) is float else number(x)
+            is_float = type(x) in (float, int)
+            record[f"values:{name}"] = x if is_float else number(x)
         record |= {f"heads:{name}": x for name, x in heads.items()}
         for name in self._columns.keys() - record.keys():
             self._columns[name][n] = np.nan

@@ -140,7 +140,7 @@ class StepNumbers(Visitor):
         self.sites.search_over(watcher)
 
     def reads_plain(self, name: str) -> bool:
-        return self.sites.shows_all(name)
+        return name not in self.sites.hiding
 
     def call(self, name: str, call: Seen, candidate: bool) -> None:
         self.sites.see(name, call)

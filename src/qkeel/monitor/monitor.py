@@ -471,6 +471,8 @@ class Monitor(Handle):
     # and a number of the whole model, such as the loss, is that of the last model that has it.
 
     def _in_order(self) -> list[StepNumbers]:
+        if len(self._models) == 1:
+            return [*self._models.values()]
         # Processes must send their numbers in the same order, whatever order the models are given in.
         stages = self._group.stages
         return sorted(self._models.values(), key=lambda x: stages.get(x.name) or 0)
@@ -558,8 +560,8 @@ class Monitor(Handle):
         self._note_top()
 
     def _note_top(self) -> None:
-        """Tells the cadence the latest largest logit."""
-        sample = self._recorder.before(sys.maxsize)
+        """Tells the cadence the latest largest logit, if it chooses steps by it."""
+        sample = self._recorder.before(sys.maxsize) if self._steps.reads_tops else None
         if sample is not None and sample is not self._noted:
             self._noted = sample
             self._steps.recorded(sample.step, sample.overall("max_logit"))
@@ -627,7 +629,10 @@ class Monitor(Handle):
         """How much of the models these statistics cover, and the monitor's own work since the previous measured step,
         keyed by the names in records.MONITOR_FIELDS."""
         models = [*self._models.values()]
-        names = [within(x.name, site.name) for x in models for site in x.tap.sites]
+        names: list[str] = []
+        for x in models:
+            of_model = [site.name for site in x.tap.sites]
+            names += [within(x.name, site) for site in of_model] if x.name else of_model
         calls = sum([x.tap.calls_seen[phase] for x in models])
         counts = {
             "sites": len(names),

@@ -293,7 +293,6 @@ def judged_logits(history: History) -> np.ndarray | None:
     return entering_logits(logits, *same)
 
 
-@functools.lru_cache(maxsize=4)
 def largest_logit(
     history: History, *, threshold: float = 0.0, factor: float = 0.0
 ) -> Extreme | None:
@@ -303,6 +302,14 @@ def largest_logit(
     clip or cap holds them below. A clip acts after a step, so a logit may be over its bound; at more than LOOSE times
     the bound, the clip does not hold it.
     """
+    # Without a clip or cap, all rules ask for the same head.
+    if not history.limits:
+        threshold = factor = 0.0
+    return _largest_logit(history, threshold, factor)
+
+
+@functools.lru_cache(maxsize=4)
+def _largest_logit(history: History, threshold: float, factor: float) -> Extreme | None:
     logits = judged_logits(history)
     if logits is None:
         return None
@@ -323,7 +330,9 @@ def largest_logit(
 
 def peak(name: str, record: np.ndarray) -> RecordPlace:
     """The place where one record [layers heads] is largest; at least one entry must be a number."""
-    layer, head = divmod(int(np.nanargmax(record)), record.shape[1])
+    # Not nanargmax, which calls eighteen functions of Python in each rule of each step.
+    largest = np.fmax.reduce(record, axis=None)
+    layer, head = divmod(int((record == largest).argmax()), record.shape[1])
     return RecordPlace(name, layer, head)
 
 
@@ -571,7 +580,7 @@ class EntropyCollapse(ThresholdRule):
         means = fold_heads("entropy", heads)
         if np.isnan(means[1]).all():
             return None
-        layer = int(np.nanargmin(means[1]))
+        layer = int((means[1] == np.fmin.reduce(means[1])).argmax())
         low = float(means[1, layer])
         if not low < threshold:
             return None
@@ -643,9 +652,10 @@ class NonFinite(Rule):
 
     def _of_logits(self, history: History) -> Alarm | None:
         """The alarm of records that hold no more than whether logits are finite."""
-        broken = np.argwhere(measured(history, NON_FINITE)[-1] > 0)
-        if not len(broken):
+        is_broken = measured(history, NON_FINITE)[-1] > 0
+        if not is_broken.any():
             return None
+        broken = np.argwhere(is_broken)
         n = len(broken)
         heads = "this head" if n == 1 else f"{n} heads (this is the first)"
         meaning = f"the logits of {heads} are NaN or infinite"

@@ -386,12 +386,12 @@ class RecordArrays:
     ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """Returns the arrays by name, in the order of HEAD_FIELDS and `class_fields`; and the numbers without heads, which
         begin with those of the whole model."""
-        numbers = np.append(self._table.known(vector), np.nan)
+        numbers = self._table.known(vector)
         arrays = dict(zip(self._index, numbers[self._indices]))
         if "max_logit" in arrays:
             self._add_derived(arrays)
         for name, (parts, compute) in COMPUTED.items():
-            if all(part in arrays for part in parts):
+            if arrays.keys() >= {*parts}:
                 computed = compute(*[arrays[part] for part in parts])
                 # A bound from the gains is either known whole, or computed from the factors of split gains.
                 of_whole = arrays.get(name, computed)

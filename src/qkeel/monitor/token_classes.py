@@ -298,7 +298,11 @@ def _rows_differ(call: Seen) -> bool:
 
 @final
 class PassTokens:
-    """The rows that count in the current pass, and their classes."""
+    """The rows that count in the current pass, and their classes.
+
+    Attributes:
+        all_count: True if the current pass is neither masked nor split by class.
+    """
 
     def __init__(
         self,
@@ -323,11 +327,13 @@ class PassTokens:
         # Why the mask or the classes fit no call so far; None once they have fitted one.
         self._misfits: dict[str, str | None] = {"mask": "", "classes": ""}
         self._warned: set[str] = set()
+        self.all_count = True
 
     def begin(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Begins a pass with these arguments."""
         if self._query_mask is not None:
             self._mask = self._query_mask.of(args, kwargs)
+        self.all_count = self._mask is None
         if self._classes is None:
             return
         classes = self._classes.of(args, kwargs, self._mask)
@@ -342,11 +348,7 @@ class PassTokens:
             for x in classes:
                 check_classes(x, len(self._names))
         self._class_of_token = classes
-
-    @property
-    def all_count(self) -> bool:
-        """True if the current pass is neither masked nor split by class."""
-        return self._mask is None and self._class_of_token is None
+        self.all_count = self._mask is None and classes is None
 
     def on(self, call: Seen) -> Seen:
         """Returns the call with what is known about its tokens, if it covers the tokens of this pass."""

@@ -98,6 +98,7 @@ class WatchedSites:
     Attributes:
         all: the sites; `all.missed` has the attention layers that were found but not recognized.
         types: the types of the layers whose calls were seen; replaced by a new object when one changes.
+        hiding: the names of sites of which a call that showed the type hid keys.
         errors: how many searches have failed.
     """
 
@@ -121,6 +122,7 @@ class WatchedSites:
             self._add(given)
         # By site, and whether `types` lacks some of them.
         self._visible: dict[str, _VisibleKeys] = {}
+        self.hiding: set[str] = set()
         self._is_stale = False
         self._told_heads: set[str] = set()
         # Of the search, told after the pass.
@@ -197,6 +199,10 @@ class WatchedSites:
             pattern = visible_pattern(call, origins.get(name, "tokens"))
             visible.examined(queries, digest, pattern)
             self._is_stale = True
+            if visible.shows_all:
+                self.hiding.discard(name)
+            else:
+                self.hiding.add(name)
 
     def _compare_heads(self, name: str, call: Seen) -> None:
         """Warns once of a call with other heads than those whose weights are known, as some of the tokens may show."""
@@ -217,10 +223,6 @@ class WatchedSites:
             f"the heads of {name or 'the model itself'} depend on the input: {why}. Numbers of its weights are not "
             "those of these heads; watch batches of one length with sites=qkeel.find_sites(model, batch)"
         )
-
-    def shows_all(self, name: str) -> bool:
-        """True unless a call that showed the type of the site hid keys."""
-        return name not in self._visible or self._visible[name].shows_all
 
     def is_sparse(self, name: str) -> bool:
         """True if the queries of a site see only some of the keys, with hidden keys between them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
@@ -22,6 +23,8 @@ from qkeel.sites.site import AttentionSite, HeadSlice, NormGain
 
 # Entries of the weights of sites that are read as one tensor: 16 MB in float32.
 _TOGETHER = 1 << 22
+# A map of it calls no function of Python.
+_GRADIENT = operator.attrgetter("grad")
 # The weights of one term on the path of q or k.
 Chain = tuple[HeadSlice, ...]
 # The rows of each head [n r m].
@@ -178,6 +181,16 @@ class _AlikeSites:
             self._rows[first] = HeldRows(joint, p, counts(p))
         self.is_split = any(x.held is not None for x in self._rows.values())
         self.has_products = _has_products(self.site, parameters)
+        # The norm of a stored weight is not that of the weight computed from it, but its gradient is its own.
+        self._has_norms = not self.site.reparametrised
+        # The root of the number of entries of a head; a process may hold some of the columns only.
+        self._root_sizes: dict[str, float] = {}
+        for side, lasts in self._lasts.items():
+            size = 0
+            for last in lasts:
+                p = self._weights[last][0]
+                size += last.index.shape[1] * p.numel() // p.shape[row_axis(last, p)]
+            self._root_sizes[side] = size**0.5
         self.complete: Tensor | None = None
         p = parameters[self.site.query[0].parameter]
         if self.is_split and self.has_products:
@@ -193,25 +206,29 @@ class _AlikeSites:
     def read(self) -> tuple[dict[str, Tensor | Number], dict[HeadSlice, Tensor]]:
         """Returns the norms of weights and gradients by name, and the rows [sites n r m] of the weights of each slice."""
         numbers: dict[str, Tensor | Number] = {}
-        rows = {
-            first: self._rows_of(first, [p.detach() for p in weights])
-            for first, weights in self._weights.items()
-        }
+        rows: dict[HeadSlice, Tensor] = {}
+        for first, weights in self._weights.items():
+            rows[first] = self._rows_of(first, [*map(Tensor.detach, weights)])
         n_gradients = 0
         for side, lasts in self._lasts.items():
-            # The norm of a stored weight is not that of the weight computed from it, but its gradient is its own.
-            if not self.site.reparametrised:
+            if self._has_norms:
                 norm = self._norm(lasts, [rows[x] for x in lasts])
                 numbers[f"{side}_weight_norm"] = norm
-            gradients = [[p.grad for p in self._weights[last]] for last in lasts]
-            if all([x is None for of_sites in gradients for x in of_sites]):
+            of_gradients, is_any = [], False
+            for last in lasts:
+                gradients = [*map(_GRADIENT, self._weights[last])]
+                for i, weight in enumerate(self._weights[last]):
+                    if gradients[i] is None:
+                        # Layers that are frozen, or that no gradient has reached in this step, have NaN.
+                        nan = weight.detach().new_full((), torch.nan)
+                        gradients[i] = nan.expand(weight.shape)
+                    else:
+                        is_any = True
+                of_gradients.append((last, gradients))
+            if not is_any:
                 continue
-            # Layers that are frozen, or that no gradient has reached in this step, have NaN.
-            of_gradients = [
-                self._rows_of(last, [*map(_or_nan, of_sites, self._weights[last])])
-                for last, of_sites in zip(lasts, gradients)
-            ]
-            rms = self._norm(lasts, of_gradients, is_mean=True)
+            parts = [self._rows_of(*of_weight) for of_weight in of_gradients]
+            rms = self._norm(lasts, parts, self._root_sizes[side])
             numbers[f"{side}_grad_rms"] = rms
             n_gradients += 1
         # Adam's step shrinks by the smaller side, so that eps is of use only with both.
@@ -224,32 +241,23 @@ class _AlikeSites:
         if len(tensors) == 1:
             return self._rows[first].of(tensors[0])[None]
         joint = torch.cat(tensors, row_axis(first, tensors[0]))
-        return self._rows[first].of(joint).unflatten(0, (len(tensors), -1))
+        rows = self._rows[first].of(joint)
+        return rows.reshape(len(tensors), -1, *rows.shape[1:])
 
     def _norm(
         self,
         lasts: Sequence[HeadSlice],
         rows: Sequence[Tensor],
-        *,
-        is_mean: bool = False,
+        root_size: float | None = None,
     ) -> Tensor | Number:
-        """The Frobenius norm of the heads' rows [sites n r m] of several tensors, or the root mean square of their
-        entries. Squares of parts add up over the processes."""
-        counted = [
-            x
-            for last, x in zip(lasts, rows)
-            if not self.is_split or self._rows[last].counts
-        ]
+        """The Frobenius norm of the heads' rows [sites n r m] of several tensors, over the root of their number of
+        entries for a root mean square. Squares of parts add up over the processes."""
+        counted = rows
+        if self.is_split:
+            counted = [x for last, x in zip(lasts, rows) if self._rows[last].counts]
         # Where no part counts, the norm of all parts keeps the shape; `Number` below leaves it out of the sum.
         norm = frobenius_norm(counted or rows, self.site)
-        if is_mean:
-            weights = [self._weights[last][0] for last in lasts]
-            # A process may hold some of the columns only.
-            sizes = [
-                x.shape[-2] * p.numel() // p.shape[row_axis(last, p)]
-                for last, x, p in zip(lasts, rows, weights)
-            ]
-            norm = norm / sum(sizes) ** 0.5
+        norm = norm if root_size is None else norm / root_size
         if not self.is_split:
             return norm
         return Number(norm.to(widest(norm.device)), len(counted), "root", "weights")
@@ -398,12 +406,6 @@ def _has_products(site: AttentionSite, parameters: Mapping[str, Tensor]) -> bool
 
 def _weights(site: AttentionSite, parameters: Mapping[str, Tensor]) -> list[Tensor]:
     return [parameters[head_slice.parameter] for head_slice in _slices(site)]
-
-
-def _or_nan(gradient: Tensor | None, weight: Tensor) -> Tensor:
-    if gradient is not None:
-        return gradient
-    return weight.detach().new_full((), torch.nan).expand(weight.shape)
 
 
 def _slices(site: AttentionSite) -> list[HeadSlice]:

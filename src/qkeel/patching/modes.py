@@ -246,17 +246,14 @@ def hooks_after(module: nn.Module) -> dict[int, Callable[..., Any]]:
     return module._forward_hooks
 
 
-def filled_hook_tables(
-    modules: Iterable[nn.Module],
-) -> list[dict[int, Callable[..., Any]]]:
-    """Returns the tables of forward pre-hooks and forward hooks of these modules that are not empty, as few are."""
-    tables: list[dict[int, Callable[..., Any]]] = []
-    for module in modules:
-        if module._forward_pre_hooks:
-            tables.append(module._forward_pre_hooks)
-        if module._forward_hooks:
-            tables.append(module._forward_hooks)
-    return tables
+_BEFORE = operator.attrgetter("_forward_pre_hooks")
+_AFTER = operator.attrgetter("_forward_hooks")
+
+
+def hook_tables(modules: Iterable[nn.Module]) -> list[dict[int, Callable[..., Any]]]:
+    """Returns the tables of these modules' forward hooks that hold some, without a Python call per module."""
+    modules = [*modules]
+    return [*filter(None, (*map(_BEFORE, modules), *map(_AFTER, modules)))]
 
 
 def global_hooks() -> tuple[
@@ -283,29 +280,33 @@ def gradient_hooks(modules: Iterable[nn.Module]) -> list[dict[int, Callable[...,
 Hook = tuple[dict[Any, Any], object]
 
 
-def put_hooks(
-    module: nn.Module, before: Callable[..., None] | None, after: Callable[..., None]
-) -> list[Hook]:
-    """Installs hooks before and after the module's forward, and returns them for `remove_hooks`.
+# A module, and what is called before and after its forward.
+Around = tuple[nn.Module, Callable[..., None] | None, Callable[..., None]]
+
+
+def put_hooks(around: Iterable[Around]) -> list[Hook]:
+    """Installs hooks before and after the forward of modules, and returns them for `remove_hooks`.
 
     This is meant for many modules in every step, where torch's own registration takes ten times as long.
     before(module, args, kwargs) runs before all other hooks. If it is given, after(module, args, output) also runs
     after an exception.
     """
-    # torch's keys are numbers, none of which may be used twice.
-    key = object()
-    hooks: list[Hook] = [(module._forward_hooks, key)]
-    module._forward_hooks[key] = _Uncopied(after)  # type: ignore[index]
-    if before is not None:
-        first, named, always = (
-            module._forward_pre_hooks,
-            module._forward_pre_hooks_with_kwargs,
-            module._forward_hooks_always_called,
-        )
-        first[key] = _Uncopied(before)  # type: ignore[index]
-        first.move_to_end(key, last=False)  # type: ignore[attr-defined]
-        named[key] = always[key] = True  # type: ignore[index]
-        hooks += [(first, key), (named, key), (always, key)]
+    hooks: list[Hook] = []
+    for module, before, after in around:
+        # torch's keys are numbers, none of which may be used twice.
+        key = object()
+        hooks.append((module._forward_hooks, key))
+        module._forward_hooks[key] = _Uncopied(after)  # type: ignore[index]
+        if before is not None:
+            first, named, always = (
+                module._forward_pre_hooks,
+                module._forward_pre_hooks_with_kwargs,
+                module._forward_hooks_always_called,
+            )
+            first[key] = _Uncopied(before)  # type: ignore[index]
+            first.move_to_end(key, last=False)  # type: ignore[attr-defined]
+            named[key] = always[key] = True  # type: ignore[index]
+            hooks += [(first, key), (named, key), (always, key)]
     return hooks
 
 
@@ -443,7 +444,7 @@ def pickle_by(
 # Torch operators without a public function: attention kernels, and operators over lists.
 
 # They return (output, row logsumexps, ...); F.scaled_dot_product_attention returns only the output.
-flash_on_cpu = torch._scaled_dot_product_flash_attention_for_cpu
+flash_on_cpu: Callable[..., Any] = torch._scaled_dot_product_flash_attention_for_cpu
 flash_on_cpu_backward = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 )
@@ -890,7 +891,7 @@ def only_reading_modes() -> bool:
     return all([isinstance(mode, ReadingMode) for mode in modes])
 
 
-# Returns how many function modes are active in this thread. Every call of attention asks.
+# Returns how many function modes are active in this thread.
 number_of_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 

@@ -17,7 +17,6 @@ from qkeel.capture.intercept import (
     CaptureMode,
     PlainCall,
     Search,
-    name_of,
 )
 from qkeel.capture.named_attention import BY_NAME
 from qkeel.capture.readers import FLASH_AND_FLEX, SDPA
@@ -238,19 +237,12 @@ class ObservedPass:
         self._take(name, call, measure=lambda _: measure(call, rows))
 
     def _plain(
-        self,
-        frame: ModuleCall,
-        ordinal: int,
-        q: Tensor,
-        k: Tensor,
-        scale: float,
-        causal: bool,
+        self, name: str, q: Tensor, k: Tensor, scale: float, causal: bool
     ) -> bool:
         """Measures a call of torch's own function from q and k, and returns whether that was possible."""
         measure = self.tap.measure_plain
         if measure is None or not self.tap.active or extra_of_another(self.tap):
             return False
-        name = frame.name if ordinal == 0 else name_of(frame, ordinal)
         if not self.tap.visitor.reads_plain(name):
             return False
         stats = measure(q, k, scale, causal)
