@@ -1,7 +1,7 @@
 """What the benchmark of host time concludes from its figures, and that a step without hooks is not seen. No time is
 looked at."""
 
-from benchmarks.host_time import STEPS, WARM, Case, Own, markdown, verdict, watched
+from benchmarks.host_time import STEPS, WARM, Case, Own, verdict, watched
 from benchmarks.measure import median_interval
 
 
@@ -24,13 +24,6 @@ def test_a_goal_is_decided_by_a_whole_interval():
         "undecided",
         "missed",
     ]
-
-
-def test_the_table_for_the_page_has_a_row_for_each_case():
-    row = {"ms_per_layer": 0.1, "low": 0.05, "high": 0.2, "verdict": "undecided"}
-    assert markdown({"8 layers": {"qk_clip": row}, "32 layers": {}}).splitlines()[
-        2:
-    ] == ["| qk_clip | 0.100 (0.050 to 0.200) undecided |  | 0.15 |"]
 
 
 def test_a_step_without_the_hooks_is_not_seen_and_counts_are_the_same_each_time():

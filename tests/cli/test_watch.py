@@ -281,22 +281,15 @@ def test_a_script_that_fails_keeps_what_was_measured_and_is_not_complete(
     assert directory.status is RunStatus.STARTED
 
 
-def test_a_fault_in_the_search_for_models_is_the_reason(tmp_path, here, monkeypatch):
-    def fails(optimizer):
+@pytest.mark.parametrize(
+    "place",
+    ["cli.watched_program.chains", "monitor.measure.StepNumbers.before"],
+)
+def test_a_fault_of_the_watcher_is_the_reason(place, tmp_path, here, monkeypatch):
+    def fails(*_):
         raise RuntimeError("no room")
 
-    monkeypatch.setattr("qkeel.cli.watched_program.chains", fails)
-    script(tmp_path, "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=1))")
-    code, _, err = here("--", "python", "train.py")
-    assert code == 0
-    assert err.splitlines()[-1] == "qkeel: nothing was measured: see above"
-
-
-def test_a_monitor_that_switched_itself_off_is_the_reason(tmp_path, here, monkeypatch):
-    def fails(self, *call):
-        raise RuntimeError("no room")
-
-    monkeypatch.setattr("qkeel.monitor.measure.StepNumbers.before", fails)
+    monkeypatch.setattr(f"qkeel.{place}", fails)
     script(tmp_path, "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=1))")
     code, _, err = here("--", "python", "train.py")
     assert code == 0
@@ -518,3 +511,11 @@ def test_a_crash_before_an_optimizer_has_no_other_cause(tmp_path, here):
     assert code == 1
     last = "qkeel: nothing was measured: the script ended before it created a torch.optim.Optimizer"
     assert err.splitlines()[-1] == last
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_before_training(tmp_path, here):
+    script(tmp_path, "print('training'); net = Net()")
+    (tmp_path / "file").write_text("in the way")
+    code, out, err = here("--out", "file/run", "--", "python", "train.py")
+    assert (code, out) == (2, "")
+    assert "Choose a writable directory" in err

@@ -114,76 +114,64 @@ def test_a_module_is_run_as_python_does_with_stdin_and_unbuffered_output(
     assert (seen.stdout, seen.returncode) == (plain.stdout, 5)
 
 
-WRONG = [
-    ([], "expected a training command"),
-    (["--"], "expected a training command"),
-    (["python", "s.py"], "expected -- before the command"),
-    (["python", "s.py", "--out", "x"], "expected -- before the command"),
-    (["--", "python"], "expected a script after python"),
-    (["--", "python", "-m"], "expected the name of a module"),
-    (["--", "python", "-O", "s.py"], "python -O -m qkeel watch -- python train.py"),
-    (["--", "python", "-c", "pass"], "python's option -c"),
-    (["--", "bash", "s.sh"], "expected python, torchrun or a .py file, got 'bash'"),
-    (["--", "accelerate", "launch", "s.py"], "accelerate ... -m qkeel watch"),
-    (["--", "/nowhere/python", "s.py"], "runs in the watcher's own interpreter"),
-    (
-        ["--", "python", "nope.py"],
-        "nope.py is missing; give the path of an existing file",
-    ),
-    (["--", "python", "."], "cannot read .: Is a directory. Expected a readable file"),
-    (["--", "python", "-m", "nope.at_all"], "expected a module that Python can find"),
-    (["--evry", "5", "--", "python", "s.py"], "did you mean --every?"),
-    (["--every", "0", "--", "python", "s.py"], "at least 1 step"),
-    (["--every", "2", "--adaptive", "--", "python", "s.py"], "expected one of --every"),
-    (["--sink", "wandbb", "--", "python", "s.py"], "Did you mean 'wandb'"),
-    (["--", "torchrun", "--no-python", "x"], "--no-python"),
-]
+# What is typed behind `qkeel watch` -> what the one line says.
+WRONG = {
+    "": "expected a training command",
+    "--": "expected a training command",
+    "python s.py": "expected -- before the command",
+    "python s.py --out x": "expected -- before the command",
+    "-- python": "expected a script after python",
+    "-- python -m": "expected the name of a module",
+    "-- python -O s.py": "python -O -m qkeel watch -- python train.py",
+    "-- python -c pass": "python's option -c",
+    "-- bash s.sh": "expected python, torchrun or a .py file, got 'bash'",
+    "-- accelerate launch s.py": "accelerate ... -m qkeel watch",
+    "-- /nowhere/python s.py": "runs in the watcher's own interpreter",
+    "-- python nope.py": "nope.py is missing; give the path of an existing file",
+    "-- python .": "cannot read .: Is a directory. Expected a readable file",
+    "-- python -m nope.at_all": "expected a module that Python can find",
+    "--evry 5 -- python s.py": "did you mean --every?",
+    "--every 0 -- python s.py": "at least 1 step",
+    "--every 2 --adaptive -- python s.py": "expected one of --every",
+    "--sink wandbb -- python s.py": "Did you mean 'wandb'",
+    "-- torchrun --no-python x": "--no-python",
+}
 
 
-@pytest.mark.parametrize(("words", "message"), WRONG)
-def test_wrong_usage_is_one_line_and_exit_code_2(words, message, tmp_path, here):
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_usage_is_one_line_and_exit_code_2(line, tmp_path, here):
     (tmp_path / "s.py").write_text("raise SystemExit('the script was run')")
-    code, out, err = here(*words)
+    code, out, err = here(*line.split())
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
-    assert message in err
+    assert WRONG[line] in err
     assert [path.name for path in tmp_path.iterdir()] == ["s.py"]
 
 
 def test_a_command_is_read():
-    assert parse(["python3", "-u", "a/b.py", "-u"]) == Program(
-        name="a/b.py", arguments=("-u",), unbuffered=True
-    )
-    assert parse([sys.executable, "-ma.b", "c"]) == Program(
-        name="a.b", arguments=("c",), module=True
-    )
+    script = Program(name="a/b.py", arguments=("-u",), unbuffered=True)
+    module = Program(name="a.b", arguments=("c",), module=True)
+    assert parse(["python3", "-u", "a/b.py", "-u"]) == script
+    assert parse([sys.executable, "-ma.b", "c"]) == module
     assert parse(["b.py"]) == Program(name="b.py")
-    assert (
-        parse(["torchrun", "b.py"])
-        == parse(["python", "-m", "torch.distributed.run", "b.py"])
-        == ["b.py"]
-    )
-    for words in (["python", "-u", "-m", "a", "b"], ["python", "a.py", "--", "-m"]):
-        program = parse(words)
+    for line in ("torchrun b.py", "python -m torch.distributed.run b.py"):
+        assert parse(line.split()) == ["b.py"]
+    for line in ("python -u -m a b", "python a.py -- -m"):
+        program = parse(line.split())
         assert isinstance(program, Program)
-        assert program.words == words
+        assert program.words == line.split()
 
 
 def test_torchrun_starts_the_watcher_in_each_worker():
     watcher = ["qkeel", "watch", "--every", "3", "--"]
     head = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
+        *["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"],
     ]
-    got = under_torchrun(["--nproc-per-node", "2", "t.py", "--lr", "1"], watcher)
-    assert got == [*head, *watcher, "python", "-u", "t.py", "--lr", "1"]
-    got = under_torchrun(["--nproc-per-node", "2", "-m", "t", "-m"], watcher)
-    assert got == [*head, *watcher, "python", "-u", "-m", "t", "-m"]
+    for typed in ("t.py --lr 1", "-m t -m"):
+        words = under_torchrun(["--nproc-per-node", "2", *typed.split()], watcher)
+        assert words == [*head, *watcher, "python", "-u", *typed.split()]
     with pytest.raises(InvalidValueError):
         under_torchrun(["--no-python", "t"], watcher)
 

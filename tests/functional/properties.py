@@ -1,4 +1,4 @@
-"""What the property tests share: few, reproducible examples."""
+"""What tests of formulas share: few, reproducible examples."""
 
 import hypothesis
 import torch

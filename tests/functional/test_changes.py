@@ -57,16 +57,27 @@ def check(change, before, after):
             assert numbers == [0.0] * 3
 
 
+def written_out(call):
+    """The call as scores that its author computes and normalises by hand."""
+    logits = attend_call(call).logits
+    hidden = logits == -torch.inf
+    scores = {"logits": logits, "capped": logits.masked_fill(hidden, 0.0)}
+    return ScoresCall(spec=call.spec, **scores, hidden=hidden, q=None, k=None)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", ["baseline", "qwen3", "cosa_logn", "gemma2"])
 def test_the_change_over_visible_pairs_is_that_of_the_whole_matrices(name, mask):
     before, after = two_calls(preset(name), **MASKS[mask])
-    check(logit_change(before, after), before, after)
+    scores = written_out(before), written_out(after)
     counted = torch.arange(18).view(2, 9) % 3 > 0
-    after = with_query_mask(after, counted)
     check(logit_change(before, after), before, after)
-    nothing = with_query_mask(after, torch.zeros_like(counted))
-    check(logit_change(before, nothing), before, nothing)
+    check(scores_change(*scores), before, after)
+    for rows in (counted, torch.zeros_like(counted)):
+        masked = with_query_mask(after, rows)
+        check(logit_change(before, masked), before, masked)
+        by_hand = with_query_mask(scores[1], rows)
+        check(scores_change(scores[0], by_hand), before, masked)
 
 
 def test_what_a_learned_scale_and_a_moving_bias_do_is_in_the_change():
@@ -75,25 +86,6 @@ def test_what_a_learned_scale_and_a_moving_bias_do_is_in_the_change():
     assert after.mask is not None
     after = dataclasses.replace(after, mask=after.mask + 1e-2 * randn(6, 1, 4, 9, 9))
     check(logit_change(before, after), before, after)
-
-
-def written_out(call):
-    logits = attend_call(call).logits
-    hidden = logits == -torch.inf
-    capped = logits.masked_fill(hidden, 0.0)
-    return ScoresCall(
-        spec=call.spec, logits=logits, capped=capped, hidden=hidden, q=None, k=None
-    )
-
-
-@pytest.mark.parametrize("mask", MASKS)
-def test_hand_written_scores_change_as_the_calls_do(mask):
-    before, after = two_calls(preset("gemma2"), **MASKS[mask])
-    check(scores_change(written_out(before), written_out(after)), before, after)
-    counted = torch.arange(18).view(2, 9) % 2 == 0
-    masked = with_query_mask(written_out(after), counted)
-    after = with_query_mask(after, counted)
-    check(scores_change(written_out(before), masked), before, after)
 
 
 def test_bad_pairs_of_calls_are_refused():

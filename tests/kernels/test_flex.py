@@ -1,15 +1,15 @@
 """FlexAttention as a kernel: what it is asked for, by torch's own form of it on a CPU."""
 
-import dataclasses
 import inspect
 
 import pytest
 import torch
 from tests.flex_as_on_a_gpu import flex_as_on_a_gpu
+from tests.kernels.harness import Case, check, check_gradients, rows_of
 from torch.nn.attention.flex_attention import AuxOutput, flex_attention
 
 import qkeel
-from qkeel import preset, reference
+from qkeel import preset
 from qkeel.errors import RefusedError
 from qkeel.kernels.attention import flex
 from qkeel.kernels.attention.flex import Flex, visible
@@ -39,66 +39,47 @@ def _here(monkeypatch):
     flex_as_on_a_gpu(monkeypatch)
 
 
-def near(found, truth, told):
-    torch.testing.assert_close(
-        found.double(),
-        truth.double(),
-        rtol=1e-4,
-        atol=1e-4,
-        msg=lambda message: f"{told}: {message}",
-    )
+CASES = [
+    Case(preset("qwen3"), 24, widths=(16, 16)),
+    Case(AttentionSpec(position=SlidingWindow(window=5)), 8, 24, widths=(16, 16)),
+    Case(
+        AttentionSpec(position=SlidingWindow(window=5)),
+        8,
+        24,
+        widths=(16, 16),
+        causal=False,
+    ),
+    Case(
+        AttentionSpec(cap=Softcap(2.0)), 8, 24, widths=(16, 16), causal=False, size=3.0
+    ),
+    Case(
+        AttentionSpec(position=SlidingWindow(window=5), cap=Softcap(2.0)),
+        24,
+        widths=(16, 16),
+        size=3.0,
+    ),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_here")
-def test_output_gradients_logsumexps_and_maxima_are_those_of_the_oracle():
-    window = SlidingWindow(window=5)
-    for spec, causal, t, s in (
-        (preset("qwen3"), True, 24, 24),
-        (AttentionSpec(position=window), True, 8, 24),
-        (AttentionSpec(position=window), False, 8, 24),
-        (AttentionSpec(cap=Softcap(2.0)), False, 8, 24),
-        (AttentionSpec(position=window, cap=Softcap(2.0)), True, 24, 24),
-    ):
-        told = f"{spec}, causal={causal}, {t} of {s}"
-        q, k, v = (3 * torch.randn(1, h, n, 16) for h, n in ((4, t), (2, s), (2, s)))
-        call = make_call(
-            spec, q, k, v, params=spec.init_params(4, 2, 16), causal=causal
-        )
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        ours = qkeel.attention(
-            *leaves, spec=spec, params=call.params, causal=causal, impl="flex"
-        )
-        wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        theirs = reference.attend_call(
-            dataclasses.replace(call, q=wide[0], k=wide[1], v=wide[2])
-        ).out
-        made, exact = (
-            (out, *torch.autograd.grad(out.double().cos().sum(), x))
-            for out, x in ((ours, leaves), (theirs, wide))
-        )
-        for mine, truth in zip(made, exact):
-            near(mine, truth, told)
-        # Before the cap, -inf where a row does not see.
-        z = reference.attend_call(call).logits
-        z = spec.cap.apply(z).masked_fill(z == -torch.inf, -torch.inf)
-        _, lse, top = Flex().with_maxima(call)
-        near(lse, z.logsumexp(-1), told)
-        near(top, z.amax(-1), told)
-        _, found = qkeel.attention(
-            q,
-            k,
-            v,
-            spec=spec,
-            params=call.params,
-            causal=causal,
-            impl="flex",
-            stats="max",
-        )
-        _, whole = qkeel.attention(
-            q, k, v, spec=spec, params=call.params, causal=causal, stats=True
-        )
-        near(found.max_logit, whole.max_logit, told)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_output_gradients_logsumexps_and_maxima_are_those_of_the_oracle(case):
+    call, kernel = case.call(torch.float32), Flex()
+    check(call, "", kernel)
+    check_gradients(call, "", kernel)
+    _, lse, largest = kernel.with_maxima(call)
+    rows = rows_of(call, True)
+    # Of the capped logits, -inf where a row sees nothing.
+    capped = case.spec.cap.apply(rows["largest"])
+    for ours, true in ((lse, rows["lse"]), (largest, capped)):
+        torch.testing.assert_close(ours.double(), true, rtol=1e-5, atol=1e-5)
+    options = {"params": call.params, "causal": call.causal, "spec": case.spec}
+    flex, exact = (
+        qkeel.attention(call.q, call.k, call.v, **options, **how)[1]
+        for how in ({"impl": "flex", "stats": "max"}, {"stats": True})
+    )
+    torch.testing.assert_close(flex.max_logit, exact.max_logit, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("_here")

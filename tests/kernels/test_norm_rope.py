@@ -95,11 +95,12 @@ def run(
     above,
     device="cpu",
 ):
-    """q̃, k̃ and the gradients of q, k and every gain."""
+    """q̃, k̃ and the gradients of q, k and every gain; where t is odd, each sequence has positions of its own."""
     spec, *qk, params = case
     q, k = (x.detach().to(device, dtype).requires_grad_() for x in qk)
     params = {n: p.detach().to(q).requires_grad_() for n, p in params.items()}
-    pos = torch.arange(5, 5 + q.shape[2], device=device)[None]
+    at = torch.arange(5, 5 + q.shape[2], device=device)
+    pos = torch.stack([at, 3 * at.flip(0)]) if len(at) % 2 else at[None]
     out = forward(spec, q, k, pos, pos, params)
     above = [a.to(o) for a, o in zip(above, out)]
     grads = torch.autograd.grad(out, [q, k, *params.values()], above)
@@ -148,6 +149,7 @@ def fused(case, pos=None):
 
 
 @compiled
+@pytest.mark.usefixtures("_poisoned")
 @pytest.mark.parametrize("norm", one_in(NORMS, 2), ids=repr)
 def test_every_norm_gain_length_and_layout(norm, door):
     for turn, t in enumerate([1, 7, 64, 129, 512], NORMS.index(norm)):
@@ -158,10 +160,11 @@ def test_every_norm_gain_length_and_layout(norm, door):
 
 
 @in_triton
+@pytest.mark.usefixtures("_poisoned")
 @pytest.mark.parametrize("norm", one_in(NORMS, 4), ids=repr)
 def test_every_norm_gain_and_layout_in_triton(norm, door):
     # x made anew in float32 only: gains differ by more than half precision allows.
-    for turn, (t, keep) in enumerate([(1, True), (3, False)], NORMS.index(norm)):
+    for turn, (t, keep) in enumerate([(1, True), (2, False)], NORMS.index(norm)):
         door.keeps = keep
         dtype = DTYPES[turn % 3] if keep else torch.float32
         position, d = position_of(turn, norm), SIZES[turn % 5]
@@ -205,19 +208,6 @@ WIDE = [
 
 
 @in_triton
-@pytest.mark.slow
-@pytest.mark.usefixtures("_poisoned")
-def test_a_norm_over_all_heads_of_a_token_is_that_of_the_definition(door):
-    positions = [Rope(), PAIRED[0], NoPosition(), PAIRED[1]]
-    for turn, norm in enumerate(WIDE):
-        dtype = DTYPES[turn % 3]
-        door.keeps = turn % 2 == 0 or dtype != torch.float32
-        sizes = (5, 1, 3)[turn % 3], (24, 16, 64)[turn % 3]
-        case = case_of(norm, positions[turn % 4], *sizes, dtype, turn)
-        check(case, f"{norm} {turn}")
-
-
-@in_triton
 @pytest.mark.usefixtures("_poisoned")
 def test_any_number_of_heads_fills_tiles_or_not_and_too_many_for_one_norm_are_torchs(
     door,
@@ -256,26 +246,10 @@ def test_gains_near_zero_keep_their_gradients_and_nan_shows_in_its_row(
         assert k.isnan().sum() == k[0, 1, 2].isnan().sum() == 16
 
 
-def test_positions_of_each_sequence_are_its_own(door):
-    case = case_of(RMSNorm(), Rope(), 6, 16)
-    pos = torch.tensor([[0, 1, 2, 3, 4, 5], [7, 7, 8, 9, 1, 0]])
-    theirs = case[0].encode(*case[1:3], pos, pos, case[3])
-    torch.testing.assert_close(fused(case, pos), theirs, rtol=0, atol=2e-6)
-
-
 @pytest.mark.parametrize("norm", [RMSNorm(), L2Norm(gain="head")])
 def test_a_rotation_before_a_norm_that_commutes_is_the_same(norm, door):
     position = Rope(order="rotate_then_norm", pairing="half_reversed")
     check(case_of(norm, position, 3, 16, heads=(2, 1)), repr(norm))
-
-
-@pytest.mark.usefixtures("_poisoned")
-def test_every_number_is_written(door):
-    for i, norm in enumerate((RMSNorm(gain="dim"), LayerNorm(gain="head_dim"))):
-        case = case_of(norm, Rope(rotary=0.5), 2, 48, layout=i + 2)
-        above = [torch.ones_like(x) for x in case[1:3]]
-        numbers = run(encode.encoded, case, torch.float32, above)
-        assert all(x.isfinite().all() for x in numbers)
 
 
 def test_rows_by_hand(door):
@@ -374,3 +348,18 @@ def test_a_compiled_module_is_one_graph_with_the_operator_in_it(door):
     done = forked.python([path.name], path.parent)
     assert done.returncode == 0, done.stderr[-3000:]
     assert float(done.stdout) < 1e-5
+
+
+@in_triton
+@pytest.mark.slow
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("norm", [*NORMS, *WIDE], ids=repr)
+def test_interleaved_pairs_and_norms_over_all_heads_of_a_token(norm, door):
+    turn = [*NORMS, *WIDE].index(norm)
+    dtype, position = torch.float32, PAIRED[turn % 2]
+    if norm in WIDE:
+        dtype = DTYPES[turn % 3]
+        position = (Rope(), PAIRED[0], NoPosition(), PAIRED[1])[turn % 4]
+    door.keeps = turn % 2 == 0 or dtype != torch.float32
+    t, d = (1, 7, 3)[turn % 3], (24, 64, 16)[turn % 3]
+    check(case_of(norm, position, t, d, dtype, turn), repr(norm))

@@ -102,13 +102,6 @@ def test_a_folder_that_cannot_be_used_is_refused_with_the_reason(words, save, tm
         load_pictures(str(tmp_path), 8)
 
 
-def test_a_source_that_is_none_is_refused():
-    with pytest.raises(DataError, match="8 × 8"):
-        load_pictures("digits", 16)
-    with pytest.raises(DataError, match="cannot find images 'nowhere'"):
-        load_pictures("nowhere", 8)
-
-
 # Images and text in one sequence.
 
 
@@ -258,28 +251,6 @@ def test_the_study_has_a_part_for_each_mix_and_its_table_the_modalities(
     assert "val_loss/image" in head
 
 
-def test_what_does_not_fit_is_refused_with_the_reason(fused, tmp_path):
-    np.arange(4000, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    cases = [
-        (
-            lambda: FusedTask(with_values(fused(), data={"context": 60})),
-            "a canvas of 4 images needs 65 tokens",
-        ),
-        (lambda: FusedTask(fused(levels=17)), "4 pixels make 83,521 codes"),
-        (lambda: mixed(fused(), "mixx"), "unknown data mix"),
-        (lambda: mixed(fused(), "mix:size=3"), "unknown option of mix"),
-        (
-            lambda: FusedTask(
-                with_values(fused(), data={"source": str(tmp_path / "a.bin")})
-            ),
-            "contains tokens",
-        ),
-    ]
-    for make, words in cases:
-        with pytest.raises(QkeelError, match=words):
-            make()
-
-
 # Classes of images.
 
 
@@ -316,8 +287,24 @@ def test_a_small_vit_learns_the_digits(vision, tmp_path):
     assert last["tokens"] == 60 * 32 * 16
 
 
-def test_images_of_one_class_are_refused(vision, save, tmp_path):
+def test_what_does_not_fit_is_refused_with_the_reason(fused, vision, save, tmp_path):
     for i in range(3):
-        save(f"cat/{i}.png", i)
-    with pytest.raises(DataError, match="vision expects at least 2"):
-        VisionTask(vision(images={"images": str(tmp_path)}))
+        save(f"classes/cat/{i}.png", i)
+    np.arange(4000, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    one_class = {"images": str(tmp_path / "classes")}
+    tokens = {"source": str(tmp_path / "a.bin")}
+    for make, words in (
+        (lambda: load_pictures("digits", 16), "8 × 8"),
+        (lambda: load_pictures("nowhere", 8), "cannot find images 'nowhere'"),
+        (
+            lambda: FusedTask(with_values(fused(), data={"context": 60})),
+            "a canvas of 4 images needs 65 tokens",
+        ),
+        (lambda: FusedTask(with_values(fused(), data=tokens)), "contains tokens"),
+        (lambda: FusedTask(fused(levels=17)), "4 pixels make 83,521 codes"),
+        (lambda: mixed(fused(), "mixx"), "unknown data mix"),
+        (lambda: mixed(fused(), "mix:size=3"), "unknown option of mix"),
+        (lambda: VisionTask(vision(images=one_class)), "vision expects at least 2"),
+    ):
+        with pytest.raises(QkeelError, match=words):
+            make()

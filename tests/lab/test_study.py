@@ -21,7 +21,6 @@ from qkeel.errors import (
 from qkeel.lab import (
     Execution,
     Grid,
-    ModelConfig,
     checkpoint,
     execute,
     make_plan,
@@ -68,22 +67,34 @@ def test_a_plan_is_the_product_in_grid_order_and_two_spellings_of_a_remedy_are_o
 
 
 def test_a_plan_is_checked_before_anything_is_written(tiny):
-    for remedies, kind in (
-        (["none", "qk_nrom"], UnknownNameError),
-        (["none", "qk_norm+lalr"], RefusedError),
+    # Multi-head attention would rotate pairs of 7 dimensions; MLA has head sizes of its own.
+    odd = tiny(model={"d_model": 16, "n_heads": 2, "head_dim": 7})
+    mla = dataclasses.replace(ONE, blocks=["mla"])
+    assert make_plan("mla", odd, mla).runs
+    grid = {"lrs": [0.1], "seeds": [0]}
+    for kind, refused in (
+        (
+            QkeelError,
+            lambda: make_plan(
+                "mla", odd, dataclasses.replace(mla, blocks=["mla", "mha"])
+            ),
+        ),
+        (UnknownNameError, lambda: make_plan("lrs")),
+        (
+            UnknownNameError,
+            lambda: plan(tiny, Grid(remedies=["none", "qk_nrom"], **grid)),
+        ),
+        (
+            RefusedError,
+            lambda: plan(tiny, Grid(remedies=["none", "qk_norm+lalr"], **grid)),
+        ),
+        (InvalidValueError, lambda: plan(tiny, dataclasses.replace(ONE, lrs=[0.0]))),
+        (InvalidValueError, lambda: dataclasses.replace(ONE, seeds=[])),
+        (InvalidValueError, lambda: dataclasses.replace(ONE, tuning_seeds=[0])),
+        (InvalidTypeError, lambda: Grid(remedies="none", **grid)),
     ):
         with pytest.raises(kind):
-            plan(tiny, Grid(remedies=remedies, lrs=[0.1], seeds=[0]))
-    with pytest.raises(UnknownNameError):
-        make_plan("lrs")
-    with pytest.raises(InvalidValueError):
-        Grid(remedies=["none"], lrs=[0.1], seeds=[])
-    with pytest.raises(InvalidTypeError):
-        Grid(remedies="none", lrs=[0.1], seeds=[0])
-    with pytest.raises(InvalidValueError):
-        plan(tiny, Grid(remedies=["none"], lrs=[0.0], seeds=[0]))
-    with pytest.raises(InvalidValueError, match="tuning seeds"):
-        Grid(remedies=["none"], lrs=[0.1], seeds=[0, 1], tuning_seeds=[1])
+            refused()
 
 
 def test_every_combination_of_settings_is_a_part_and_one_value_is_that_of_all_runs(
@@ -144,14 +155,6 @@ def test_the_study_of_latent_attention_has_parts_that_join_and_are_shown_apart(
     parts = {tuple(part.split(", ")) for part in PARTS}
     assert {(row["block"], row["optimizer"]) for row in table(out)} == parts
     assert set(read_study(out).parts()) == set(PARTS)
-
-
-def test_what_one_part_cannot_be_is_refused_before_anything_runs(tiny):
-    # Multi-head attention would rotate pairs of 7 dimensions; MLA has head sizes of its own.
-    odd = tiny(model=dataclasses.asdict(ModelConfig(d_model=16, n_heads=2, head_dim=7)))
-    assert make_plan("mla", odd, dataclasses.replace(ONE, blocks=["mla"])).runs
-    with pytest.raises(QkeelError, match="even number of dimensions"):
-        make_plan("mla", odd, dataclasses.replace(ONE, blocks=["mla", "mha"]))
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -236,6 +239,7 @@ def test_a_study_refuses_to_mix_what_was_computed_otherwise(
     assert not run_plan(plan(tiny, ONE, data=data), out).failures
     (place,) = (out / "runs").iterdir()
     env, before = read_json(place / "env.json"), (out / "study.json").read_bytes()
+    assert str(tmp_path) not in (place / "env.json").read_text(), "no folder is named"
 
     def refused(words):
         with pytest.raises(RunDirectoryError, match=re.escape(words)):
@@ -265,30 +269,24 @@ def test_a_study_refuses_to_mix_what_was_computed_otherwise(
     assert "SHA-256" in work(job).error, "a worker on another machine finds out too"
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("letter.txt", "dear"),
-        ("study.json", "{"),
-        ("study.json", "[]"),
-        ("study.json", '{"study": "lr"}'),
+def test_a_directory_of_something_else_is_left_alone(tiny, tmp_path):
+    strange = {**NOTHING, "runs": [{"run_id": "../x", "role": ""}]}
+    for i, (name, content) in enumerate(
         (
-            "study.json",
-            json.dumps({**NOTHING, "runs": [{"run_id": "../x", "role": ""}]}),
-        ),
-    ],
-)
-def test_a_directory_of_something_else_is_left_alone(tiny, tmp_path, name, content):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(RunDirectoryError, match=r"study\.json"):
-        run_plan(plan(tiny), tmp_path)
-    assert (tmp_path / name).read_text() == content
-    assert not (tmp_path / "runs").exists()
-
-
-def test_an_error_of_a_job_becomes_its_outcome(tiny, tmp_path):
-    (tmp_path / "other").write_text("")
-    assert "not empty" in work(Job(tiny().to_dict(), str(tmp_path), "")).error
+            ("letter.txt", "dear"),
+            ("study.json", "{"),
+            ("study.json", "[]"),
+            ("study.json", '{"study": "lr"}'),
+            ("study.json", json.dumps(strange)),
+        )
+    ):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        (folder / name).write_text(content)
+        with pytest.raises(RunDirectoryError, match=r"study\.json"):
+            run_plan(plan(tiny), folder)
+        assert (folder / name).read_text() == content
+        assert not (folder / "runs").exists()
 
 
 def test_progress_reads_the_last_whole_line(tmp_path):

@@ -8,7 +8,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from qkeel.errors import InvalidValueError
 from qkeel.handle import under
 from qkeel.lab import run
 from qkeel.lab.build_run import resolve
@@ -19,7 +18,6 @@ from qkeel.lab.studies import TRANSLATION_BASE
 from qkeel.lab.tasks import BEGIN_TRANSLATION
 from qkeel.lab.text import load
 from qkeel.lab.train import evaluate, train_step
-from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder
 
 VOWELS = b"aeiouAEIOU"
 TINY = with_values(
@@ -64,26 +62,6 @@ def test_pairs_are_few_fixed_and_of_their_own_part_of_the_text():
         assert inputs[12:] == [BEGIN_TRANSLATION, *targets[:-1]]
     others = RunState(resolve(with_values(TINY, data={"pairs": 49})))
     assert others.task.corpus.sha256 != state.task.corpus.sha256
-
-
-def test_the_model_predicts_from_the_whole_source_and_the_target_before():
-    config = DecoderConfig(vocab_size=11, d_model=16, n_heads=2, base_width=8)
-    model = EncoderDecoder(config, source=4).eval()
-    model.init_weights(torch.Generator().manual_seed(0))
-    tokens = torch.arange(9)[None]
-    base = model(tokens)
-    for place in range(9):
-        changed = tokens.clone()
-        changed[0, place] = 10
-        moved = (model(changed) - base).abs().amax(-1)[0] > 1e-6
-        assert moved.tolist() == [place < 4 or i >= place - 4 for i in range(5)]
-    x = torch.zeros(1, 2, 16)
-    with pytest.raises(InvalidValueError):
-        EncoderDecoder(dataclasses.replace(config, attention="mla"), source=4)
-    with pytest.raises(InvalidValueError, match="context"):
-        model.blocks[0](x)
-    with pytest.raises(InvalidValueError, match="context"):
-        Decoder(config).blocks[0](x, context=x)
 
 
 def test_bleu_compares_greedy_translations_with_the_true_ones(tmp_path, monkeypatch):

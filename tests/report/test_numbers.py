@@ -1,10 +1,10 @@
 """Every number of a page's tables and charts is that of the records, computed here once more; figures show the same."""
 
 import dataclasses
+import itertools
 import re
 import sys
 from html import unescape
-from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -86,23 +86,24 @@ def test_the_table_of_layers_has_the_last_record_folded_over_its_heads(tmp_path)
     heads = load(path).history.heads
     html = page(path, tmp_path)
     head, rows = table(html, "layers")
-    titles = {"max logit": "max_logit", "entropy": "entropy", "min logit": "min_logit"}
-    places = {titles[x.lower()]: i for i, x in enumerate(head) if x.lower() in titles}
-    assert {"max_logit", "entropy", "min_logit"} <= {*places}
+    columns = [title.lower().replace(" ", "_") for title in head]
+    finders = {"max_logit": np.nanargmax, "min_logit": np.nanargmin, "entropy": None}
     assert len(rows) == 3
-    for layer, (_, shown, keys) in enumerate(rows):
-        for name, place in places.items():
-            values = heads[name][-1][layer]
-            assert keys[place - 1] == near(float(FOLDS[name](values)))
-            finder = {"max_logit": np.nanargmax, "min_logit": np.nanargmin}.get(name)
-            told = "" if finder is None else f"head {finder(values)}"
-            assert shown[place - 1].endswith(told)
-            assert ("head" in shown[place - 1]) == (finder is not None)
+    for (layer, (_, shown, keys)), name in itertools.product(enumerate(rows), finders):
+        place, values = columns.index(name) - 1, heads[name][-1][layer]
+        assert keys[place] == near(float(FOLDS[name](values)))
+        finder = finders[name]
+        head_number = "" if finder is None else f"head {finder(values)}"
+        assert shown[place].endswith(head_number)
+        assert ("head" in shown[place]) == (finder is not None)
     about = facts(html)
-    assert about["parameters"] == "124,439,808"
-    assert about["optimizer"] == "AdamW"
-    assert about["qkeel"] == "0.1.0"
-    assert about["command"] == "python train.py --config small.toml"
+    expected = {
+        "parameters": "124,439,808",
+        "optimizer": "AdamW",
+        "qkeel": "0.1.0",
+        "command": "python train.py --config small.toml",
+    }
+    assert expected.items() <= about.items()
     assert not {"sites", "missed", "fields", "kind"} & {*about}
 
 
@@ -119,6 +120,11 @@ def test_layers_of_another_type_and_without_logits_are_named(tmp_path):
     assert "for which nothing is measured: mixer." in plain(html)
 
 
+def asked(ax, name):
+    """The first argument of each call of a method of axes."""
+    return [call.args[0] for call in getattr(ax, name).call_args_list]
+
+
 def test_the_charts_of_a_watched_run_have_its_records_alarms_and_evaluations(tmp_path):
     path = make_watch(tmp_path / "run", SEEN)
     for event in (
@@ -132,50 +138,46 @@ def test_the_charts_of_a_watched_run_have_its_records_alarms_and_evaluations(tmp
     (run,) = read_watched([path])
     data = watch_page.chart_data([run])
     assert data["alarm"] == ALARM_THRESHOLD
+    assert data["fields"]["max_logit"]["unit"] == "nats"
     (drawn,) = data["runs"]
-    recorded, steps = load(path), [*range(0, 120, 10)]
-    assert drawn["step"] == steps
+    recorded = load(path)
+    assert drawn["step"] == [*range(0, 120, 10)]
     for name in ("max_logit", "entropy", "train_loss", "lr"):
         expected = [float(f"{x:.4g}") for x in recorded.steps[name]]
         assert drawn["values"][name] == expected
-    for name, fold in FOLDS.items():
-        values = recorded.history.heads[name]
-        lines = [[float(fold(x)) for x in values[:, layer]] for layer in range(3)]
-        if name in drawn["lines"]:
-            ours = np.array(drawn["lines"][name])
-            assert ours == pytest.approx(np.array(lines), rel=5e-4, nan_ok=True)
-        shown = np.array(drawn["last"]["fields"][name], dtype=float)
-        assert shown == pytest.approx(values[-1], rel=1e-2, nan_ok=True)
     assert {"max_logit", "entropy", "query_norm", "key_norm"} <= {*drawn["lines"]}
+    for name, fold in FOLDS.items():
+        heads = recorded.history.heads[name]
+        shown = np.array(drawn["last"]["fields"][name], dtype=float)
+        assert shown == pytest.approx(heads[-1], rel=1e-2, nan_ok=True)
+        if name in drawn["lines"]:
+            folded = np.array([[fold(x) for x in step] for step in heads]).T
+            ours = np.array(drawn["lines"][name])
+            assert ours == pytest.approx(folded, rel=5e-4, nan_ok=True)
     last = recorded.history.heads["max_logit"][-1]
-    place = np.unravel_index(np.nanargmax(last), last.shape)
-    assert [*drawn["leader"].values()] == [int(x) for x in place]
+    leader = np.unravel_index(np.nanargmax(last), last.shape)
+    assert tuple(drawn["leader"].values()) == leader
     assert drawn["last"]["step"] == 110
     assert drawn["eval"]["step"] == [100]
     expected = float(recorded.eval_steps["max_logit"][-1])
     assert drawn["eval"]["max_logit"] == [float(f"{expected:.4g}")]
-    assert [(x["step"], x["layer"], x["head"]) for x in drawn["alarms"]] == [
-        (40, 1, 5),
-        (40, 1, 5),
-    ]
+    alarms = [(x["step"], x["layer"], x["head"]) for x in drawn["alarms"]]
+    assert alarms == [(40, 1, 5)] * 2
     assert {x["severity"] for x in drawn["alarms"]} == {"notice", "alarm"}
-    assert drawn["interventions"] == [
-        {
-            "step": 50,
-            "label": "clip, \N{MINUS SIGN}norm",
-            "text": "step 50, a: clip\nstep 50, b: clip\nstep 50, b: release",
-        }
-    ]
-    unit = data["fields"]["max_logit"]["unit"]
-    assert unit == "nats"
+    text = "step 50, a: clip\nstep 50, b: clip\nstep 50, b: release"
+    label = "clip, \N{MINUS SIGN}norm"
+    assert drawn["interventions"] == [{"step": 50, "label": label, "text": text}]
+    many = [{"step": i, "val_loss": float(i)} for i in range(3 * MAX_RECORDS)]
+    long = dataclasses.replace(run, eval_records=many)
+    course = watch_page.chart_data([long])["runs"][0]["eval"]
+    assert course["step"] == course["val_loss"] == [*range(0, 3 * MAX_RECORDS, 3)]
 
 
 def test_the_table_and_charts_of_a_study_have_means_gains_and_curves(tmp_path):
-    remedies = ("none", "qk_norm")
-    path = make_study(tmp_path / "s", grid(remedies, (0.01, 0.1)))
+    remedies, rates = ("none", "qk_norm"), (0.01, 0.1)
+    path = make_study(tmp_path / "s", grid(remedies, rates))
     for folder in (path / "runs").iterdir():
-        env = read_json(folder / "env.json")
-        env |= {"counted_bigrams": 3.5, "command": f"qkeel run {folder.name}"}
+        env = {**read_json(folder / "env.json"), "counted_bigrams": 3.5}
         env["torch"] = folder.name  # more versions than are listed
         write_json(folder / "env.json", env)
     chosen = [
@@ -186,22 +188,15 @@ def test_the_table_and_charts_of_a_study_have_means_gains_and_curves(tmp_path):
     write_json(path / "study.json", about)
     html, study = page(path, tmp_path), read_study(path)
     _, rows = table(html, "table")
-    made = {
-        (remedy, lr): TABLE[remedy][LRS.index(lr)]
-        for remedy in remedies
-        for lr in (0.01, 0.1)
-    }
-    assert len(rows) == len(made)
-    for (remedy, lr), (name, shown, keys) in zip(made, rows, strict=True):
-        logit, entropy, loss = made[remedy, lr]
-        gain = made["none", lr][2] - loss
-        collapsed = 2 if entropy < 0.1 else 0
+    arms = itertools.product(remedies, rates)
+    for (remedy, lr), (name, shown, keys) in zip(arms, rows, strict=True):
+        logit, entropy, loss = TABLE[remedy][LRS.index(lr)]
+        gain = TABLE["none"][LRS.index(lr)][2] - loss
+        collapsed, spread = 2 * (entropy < 0.1), 0.004 if lr < 0.05 else 0.012
         assert name == remedy
-        assert keys == near(
-            [lr, loss, gain if remedy != "none" else np.inf, collapsed, 1.1 * logit]
-        )
+        gain = np.inf if remedy == "none" else gain
+        assert keys == near([lr, loss, gain, collapsed, 1.1 * logit])
         assert shown[3] == f"{collapsed} of 2"
-        spread = 0.004 * (1 + 2 * (lr > 0.05))
         assert shown[1].endswith(f"{loss - spread:.3f} to {loss + spread:.3f}")
     data = study_page.chart_data(study)
     assert (data["start"], data["counted"], data["alarm"]) == (5.553, 3.5, 100)
@@ -209,150 +204,111 @@ def test_the_table_and_charts_of_a_study_have_means_gains_and_curves(tmp_path):
     for (i, lr, seed, loss, logit, collapsed), run in zip(
         data["losses"], study.finished, strict=True
     ):
-        row = run.row
         assert (remedies[i], lr, seed) == (run.remedy, run.lr, run.seed)
-        assert (loss, logit) == near((row["val_loss"], row["max_logit"]))
-        assert collapsed == row["collapsed"]
+        assert (loss, logit) == near((run.row["val_loss"], run.row["max_logit"]))
+        assert collapsed == run.row["collapsed"]
     for curves, run in zip(data["runs"], study.runs, strict=True):
         records = RunDirectory(run.path).metrics()
-        assert curves["step"] == [x["step"] for x in records]
-        for name in ("max_logit", "entropy", "train_loss"):
-            ours = [np.nan if x is None else x for x in curves[name]]
-            truth = [np.nan if x[name] is None else x[name] for x in records]
-            assert ours == near(truth)
+        for name in ("step", "max_logit", "entropy", "train_loss"):
+            ours, truth = curves[name], [x[name] for x in records]
+            assert np.array(ours, float) == near(np.array(truth, float))
         held_out = [(x["step"], x["val_loss"]) for x in records if x["val_loss"]]
         assert np.array(curves["val_loss"]) == near(np.array(held_out))
     about = facts(html)
-    assert about["Parameters"] == "131,456"
-    rates = "none 0.1, the highest of the grid mha: qk_norm 0.01"
-    assert about["Rates, chosen on other seeds"] == rates
-    assert about["Corpus"] == "stdlib"
-    assert (
-        about["Optimizer"] == "name adamw, schedule constant, warmup 0.1, grad_clip 1.0"
-    )
+    expected = {
+        "Parameters": "131,456",
+        "Rates, chosen on other seeds": "none 0.1, the highest of the grid mha: qk_norm 0.01",
+        "Corpus": "stdlib",
+        "Optimizer": "name adamw, schedule constant, warmup 0.1, grad_clip 1.0",
+    }
+    assert expected.items() <= about.items()
     assert "These runs differ in torch" in plain(html)
     assert html.count("qkeel study lr --lrs 0.01 0.03 0.1") == 1
-
-
-def test_long_courses_of_evaluations_are_thinned(tmp_path):
-    path = make_watch(tmp_path / "run", dataclasses.replace(SEEN, samples=2))
-    (run,) = read_watched([path])
-    many = [{"step": i, "val_loss": float(i)} for i in range(3 * MAX_RECORDS)]
-    run = dataclasses.replace(run, eval_records=many)
-    drawn = watch_page.chart_data([run])["runs"][0]["eval"]
-    assert drawn["step"] == drawn["val_loss"] == [*range(0, 3 * MAX_RECORDS, 3)]
 
 
 @pytest.fixture
 def axes(monkeypatch):
     """Draws on a stand-in of matplotlib's axes, which notes the calls."""
-    library = ModuleType("matplotlib")
-    library.colormaps = {"viridis": lambda shades: [*shades]}  # type: ignore[attr-defined]
-    library.colors = MagicMock()  # type: ignore[attr-defined]
+    library = MagicMock(colormaps={"viridis": lambda shades: [*shades]})
     monkeypatch.setitem(sys.modules, "matplotlib", library)
 
     def drawn(drawings):
-        found = {}
+        noted = {}
         for name, draw in drawings:
-            found[name] = MagicMock()
-            draw(found[name])
-        return found
+            noted[name] = MagicMock()
+            draw(noted[name])
+        return noted
 
     return drawn
 
 
 def lines(ax):
     """Abscissas, ordinates and label of each line."""
-    calls = ax.plot.call_args_list
-    return [
-        ([*x], [*y], call.kwargs.get("label")) for call in calls for x, y in [call.args]
-    ]
+    calls = [(call.args, call.kwargs.get("label")) for call in ax.plot.call_args_list]
+    return [([*x], [*y], label) for (x, y), label in calls]
 
 
 def test_figures_of_a_study_show_means_ranges_courses_and_gains(tmp_path, axes):
-    study = read_study(
-        make_study(tmp_path / "s", grid(("none", "qk_norm"), (0.01, 0.1)))
-    )
+    runs = grid(("none", "qk_norm"), (0.01, 0.1))
+    study = read_study(make_study(tmp_path / "s", runs))
     drawn = axes(figures._of_study(study))
-    assert [*drawn] == [
-        "val_loss_by_lr",
-        "max_logit_by_lr",
-        "max_logit_lr_0.01",
-        "max_logit_lr_0.1",
-        "gains",
-    ]
+    courses = ["max_logit_lr_0.01", "max_logit_lr_0.1"]
+    assert [*drawn] == ["val_loss_by_lr", "max_logit_by_lr", *courses, "gains"]
     losses = drawn["val_loss_by_lr"]
-    for i, (remedy, (rates, means, label)) in enumerate(
-        zip(("none", "qk_norm"), lines(losses), strict=True)
+    ranges = [call.args[1:] for call in losses.fill_between.call_args_list]
+    spread = np.array([0.004, 0.012])
+    for remedy, line, ends in zip(
+        ("none", "qk_norm"), lines(losses), ranges, strict=True
     ):
-        expected = [TABLE[remedy][j][2] for j in (0, 2)]
-        assert (rates, label) == ([0.01, 0.1], remedy)
-        assert means == near(expected)
-        ends = losses.fill_between.call_args_list[i].args[1:]
-        spread = np.array([0.004, 0.012])
-        assert np.array(ends) == near(np.array([expected - spread, expected + spread]))
+        means = [TABLE[remedy][i][2] for i in (0, 2)]
+        assert line == ([0.01, 0.1], near(means), remedy)
+        assert np.array(ends) == near(np.array([means - spread, means + spread]))
     for name, ax in drawn.items():
-        logarithmic = [call.args for call in ax.set_xscale.call_args_list]
-        assert logarithmic == [("log",)] * name.endswith("by_lr")
-        scaled = [call.args for call in ax.set_yscale.call_args_list]
-        assert scaled == [("log",)] * name.startswith("max_logit")
+        assert asked(ax, "set_xscale") == ["log"] * name.endswith("by_lr")
+        assert asked(ax, "set_yscale") == ["log"] * name.startswith("max_logit")
+        assert asked(ax, "axhline") == [ALARM_THRESHOLD] * ("lr_" in name)
         assert ax.legend.called == (name != "gains")
-        alarm = [call.args for call in ax.axhline.call_args_list]
-        assert alarm == [(ALARM_THRESHOLD,)] * ("lr_" in name)
-    courses = lines(drawn["max_logit_lr_0.1"])
-    assert [label for *_, label in courses] == ["none", "", "qk_norm", ""]
-    runs = [run for run in study.runs if run.lr == 0.1]
-    for (steps, logits, _), run in zip(courses, runs, strict=True):
-        assert steps == [x["step"] for x in run.metrics]
-        assert logits == near([x["max_logit"] for x in run.metrics])
+    labels = ("none", "", "qk_norm", "")
+    at_rate = [run for run in study.runs if run.lr == 0.1]
+    for run, label, line in zip(at_rate, labels, lines(drawn[courses[1]]), strict=True):
+        logits = [x["max_logit"] for x in run.metrics]
+        assert line == ([x["step"] for x in run.metrics], near(logits), label)
     gains = drawn["gains"]
     # An interval and a dot of each rate, from the bottom up.
     dots = [(x[0], y[0]) for x, y, _ in lines(gains) if len(x) == 1]
     expected = [TABLE["none"][i][2] - TABLE["qk_norm"][i][2] for i in (2, 0)]
     assert dots == [near((x, y)) for y, x in enumerate(expected)]
-    labels = gains.set_yticks.call_args.args
-    assert [*labels[0]] == [0, 1]
-    assert labels[1] == ["qk_norm, LR 0.1", "qk_norm, LR 0.01"]
+    at, labels = gains.set_yticks.call_args.args
+    assert [*at] == [0, 1]
+    assert labels == ["qk_norm, LR 0.1", "qk_norm, LR 0.01"]
 
 
 def test_figures_of_a_watched_run_show_its_layers(tmp_path, axes):
     path = make_watch(tmp_path / "run", SEEN)
     drawn = axes(figures._of_watched(read_watched([path])[0]))
-    assert [*drawn] == ["max_logit", "entropy", "query_norm", "key_norm", "heads"]
-    heads = load(path).history.heads
-    for name, ax in drawn.items():
-        if name == "heads":
-            continue
-        shown = lines(ax)
-        assert [label for *_, label in shown] == ["layer 0", "layer 1", "layer 2"]
-        for layer, (steps, values, _) in enumerate(shown):
-            assert steps == [*range(0, 120, 10)]
-            folded = [float(FOLDS[name](x)) for x in heads[name][:, layer]]
-            assert values == near(folded)
-        assert ax.axhline.called == (name == "max_logit")
+    names = ["max_logit", "entropy", "query_norm", "key_norm"]
+    assert [*drawn] == [*names, "heads"]
+    for name in names:
+        heads = load(path).history.heads[name]
+        folded = np.array([[FOLDS[name](x) for x in step] for step in heads]).T
+        for layer, line in enumerate(lines(drawn[name])):
+            values = near([float(x) for x in folded[layer]])
+            assert line == ([*range(0, 120, 10)], values, f"layer {layer}")
+        assert len(lines(drawn[name])) == len(folded) == 3
+        assert drawn[name].axhline.called == (name == "max_logit")
 
 
-@pytest.mark.parametrize(
-    ("width", "good"), [(0.5, True), (50, True), (0.49, False), (50.1, False)]
-)
-def test_a_figure_is_between_half_an_inch_and_fifty_wide(
-    width, good, tmp_path, monkeypatch
-):
-    made, library = [], ModuleType("matplotlib")
-    library.rc_context = MagicMock()  # type: ignore[attr-defined]
-    figure = SimpleNamespace(Figure=lambda **how: made.append(how) or MagicMock())
-    for name, module in {
-        "": library,
-        ".figure": figure,
-        ".colors": MagicMock(),
-    }.items():
-        monkeypatch.setitem(sys.modules, f"matplotlib{name}", module)
-    monkeypatch.setattr(figures, "_of_watched", lambda run: [("one", lambda ax: None)])
+def test_a_figure_is_between_half_an_inch_and_fifty_wide(tmp_path, monkeypatch):
+    sizes, library = [], MagicMock()
+    library.Figure = lambda figsize, layout: sizes.append(figsize) or MagicMock()
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.colors"):
+        monkeypatch.setitem(sys.modules, name, library)
     path = make_watch(tmp_path / "run", dataclasses.replace(SEEN, samples=1))
-    ask = lambda: figures.figures(path, tmp_path / "out", width=width, formats=["png"])  # noqa: E731
-    if good:
-        assert ask() == [tmp_path / "out" / "one.png"]
-        assert made[0]["figsize"] == pytest.approx((width, 0.68 * width))
-    else:
+    for width in (0.5, 50):
+        paths = figures.figures(path, tmp_path / "out", width=width, formats=["png"])
+        assert {*sizes} == {(width, 0.68 * width)}
+        assert len(paths) == len(sizes)
+        sizes.clear()
+    for width in (0.49, 50.1):
         with pytest.raises(qkeel.errors.InvalidValueError, match=r"0\.5 to 50 inches"):
-            ask()
+            figures.figures(path, tmp_path / "out", width=width)

@@ -155,54 +155,39 @@ SIDES = ((-1, -1), (2, 0), (0, 3), (1, -1), (-1, 1), (2, 2))
 @pytest.mark.parametrize("masked", [False, True])
 @each_row("t, s, sequences", BANDS)
 def test_who_sees_whom_and_with_which_bias_pair_by_pair(
-    t,
-    s,
-    sequences,
-    causal,
-    reach,
-    slopes_of,
-    masked,
+    t, s, sequences, causal, reach, slopes_of, masked
 ):
     rng, is_packed = torch.Generator().manual_seed(0), len(sequences) > 1
     b = 1 if is_packed else 2
-    q, k = torch.zeros(b, 2, t, 2), torch.zeros(b, 2, s, 2)
-    ends = [
-        torch.tensor([0, *(x[i] for x in sequences)], dtype=torch.int32) for i in (1, 3)
-    ]
     # gap[i, j] is how far key j lies before query i, the last query being at the last key; NaN across sequences.
-    gap, n_of_query = torch.full((t, s), torch.nan), torch.zeros(t, dtype=torch.long)
-    of_key = torch.full((s,), -2)
+    gap, of_key = torch.full((t, s), torch.nan), torch.full((s,), -2)
+    of_query = torch.zeros(b, t, dtype=torch.long)  # whose slopes a query has
     for n, (first_q, stop_q, first_k, stop_k) in enumerate(sequences):
-        at_q, at_k = (
-            torch.arange(first_q - stop_q, 0),
-            torch.arange(first_k - stop_k, 0),
-        )
-        gap[first_q:stop_q, first_k:stop_k] = (at_q[:, None] - at_k).float()
-        n_of_query[first_q:stop_q], of_key[first_k:stop_k] = n, n
-    padding = torch.rand(b, s, generator=rng) < 0.7 if masked else torch.ones(b, s) > 0
-    slopes = by_query = None
+        at_q = torch.arange(first_q - stop_q, 0.0)
+        at_k = torch.arange(first_k - stop_k, 0.0)
+        gap[first_q:stop_q, first_k:stop_k] = at_q[:, None] - at_k
+        of_query[:, first_q:stop_q], of_key[first_k:stop_k] = n, n
+    if not is_packed:
+        of_query += torch.arange(b)[:, None]
+    shown = torch.rand(b, s, generator=rng) < (0.7 if masked else 2.0)
+    slopes, n_rows = None, len(sequences) if is_packed else b
     if slopes_of is not None:
-        shape = (
-            (2,) if slopes_of == "heads" else (len(sequences) if is_packed else b, 2)
-        )
-        slopes = by_query = torch.rand(shape, generator=rng)
-        if slopes_of == "rows" and is_packed:
-            by_query = slopes[n_of_query].mT[None]
-        by_query = by_query[..., None] if by_query.ndim < 3 else by_query
+        shape = (2,) if slopes_of == "heads" else (n_rows, 2)
+        slopes = torch.rand(shape, generator=rng)
     position = NoPosition()
     if reach is not None:
         position = SlidingWindow(window=reach, inner=position)
-    plain = make_call(
-        AttentionSpec(position=position),
-        q,
-        k,
-        k,
-        causal=causal,
-        mask=padding[:, None, None] if masked else None,
-    )
+    q, k = torch.zeros(b, 2, t, 2), torch.zeros(b, 2, s, 2)
+    mask = shown[:, None, None] if masked else None
+    spec = AttentionSpec(position=position)
+    plain = make_call(spec, q, k, k, causal=causal, mask=mask)
     lengths = None
     if is_packed:
-        lengths = ends[0] if ends[0].equal(ends[1]) else tuple(ends)
+        of_q, of_k = (
+            torch.tensor([0, *(x[i] for x in sequences)], dtype=torch.int32)
+            for i in (1, 3)
+        )
+        lengths = of_q if of_q.equal(of_k) else (of_q, of_k)
     for window in SIDES:
         call = band_call(plain, window=window, slopes=slopes, cu_seqlens=lengths)
         if not isinstance(call, BandCall):
@@ -212,26 +197,23 @@ def test_who_sees_whom_and_with_which_bias_pair_by_pair(
         bounds = [t + s if x < 0 else x for x in window]
         left, right = (min(x, (reach or 99) - 1) for x in bounds)
         band = (gap <= left) & (-gap <= (0 if causal else right))
-        visible = (band & padding[:, None])[:, None].expand(b, 2, t, s)
+        visible = (band & shown[:, None])[:, None].expand(b, 2, t, s)
         for rows, keys in ((slice(0, t), slice(0, s)), (slice(1, 3), slice(2, s))):
-            block = visible[:, :, rows, keys]
+            block, bias = visible[:, :, rows, keys], call.bias(rows, keys)
             assert torch.equal(call.visible(rows, keys).expand_as(block), block)
-            bias = call.bias(rows, keys)
             assert (bias is None) == (slopes is None)
             if bias is not None:
-                expected = -gap.abs()[rows, keys] * (
-                    by_query[..., rows] if by_query.shape[-1] > 1 else by_query
-                ).unsqueeze(-1)
-                torch.testing.assert_close(
-                    bias.expand_as(block)[block], expected.expand_as(block)[block]
-                )
+                by_query = slopes.expand(n_rows, 2)[of_query[:, rows]].mT[..., None]
+                expected = -gap.abs()[rows, keys] * by_query
+                ours = bias.expand_as(block)[block]
+                torch.testing.assert_close(ours, expected.expand_as(block)[block])
         # Spans go by the ends and the reach alone.
         some = itertools.combinations(range(t + 1), 2) if slopes is None else [(0, t)]
         for start, stop in some:
-            span, keys_seen = call.span(slice(start, stop)), band[start:stop].any(0)
-            if keys_seen.any():
-                at = keys_seen.nonzero().flatten()
-                assert (span.start, span.stop - 1) == (int(at[0]), int(at[-1]))
+            span, seen = call.span(slice(start, stop)), band[start:stop].any(0)
+            if seen.any():
+                at = seen.nonzero().flatten().tolist()
+                assert (span.start, span.stop - 1) == (at[0], at[-1])
             else:
                 assert span.start == span.stop
         assert call.padding is (call.mask if masked else None)

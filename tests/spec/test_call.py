@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.changed import other_kinds, other_shapes
 from tests.each_row import each_row
 
 from qkeel import attention, reference
@@ -222,62 +223,71 @@ def test_the_span_of_rows_is_from_the_first_key_that_any_of_them_sees_to_the_las
 # Refusals
 
 Q, K, V = draw(g=2)
-FAR = [x.to("meta") for x in (Q, K, V)]
-GAIN = AttentionSpec(norm=L2Norm(on="q", gain="dim"))
+GAIN = AttentionSpec(norm=L2Norm(on="q", gain="dim"), position=Rope())
 SCALE = AttentionSpec(scale=Learned(init=2.0))
-LOW = torch.float8_e4m3fn
-ODD = {"q": Q[..., :7], "k": K[..., :7], "v": V[..., :7]}
-ONES, PAIRS = torch.ones(8), torch.ones(5, 5)
-BAD = {
-    InvalidTypeError: [
-        {"spec": "qwen3"},
-        {"q": [1.0]},
-        {"k": K.long()},
-        {"k": K.to(LOW)},
-        {"v": V.float()},
-        {"mask": [[True]]},
-        *({"mask": PAIRS.to(kind)} for kind in (LOW, torch.uint8, torch.complex64)),
-        {"pos_k": [0, 1, 2, 3, 4]},
-        *({"pos_q": ONES[:5].to(kind)} for kind in (LOW, torch.bool, torch.complex64)),
-        {"spec": SCALE, "params": {"logit_scale": 2.0}},
-        *({"spec": GAIN, "params": {"q_norm": ONES.to(kind)}} for kind in (LOW, torch.int64)),
-    ],
-    ShapeError: [
-        {"q": Q[0]},
-        {"q": Q[:1]},
-        {"v": V[:, :, :4]},
-        {"q": Q[..., :4]},
-        {"v": V.transpose(1, 2)},
-        {"q": Q[:, :3]},
-        {"spec": AttentionSpec(position=Rope()), **ODD},
-        {"mask": PAIRS[:, :4]},
-        {"mask": PAIRS[None, None, None]},
-        {"pos_q": torch.arange(4)},
-        {"pos_k": torch.zeros(3, 5)},
-        {"spec": GAIN, "params": {"q_norm": ONES[:4]}},
-    ],
-    InvalidValueError: [
-        {"spec": GAIN},
-        *({"dropout": p} for p in (-0.1, 1.0, 2.0, math.nan)),
-        *({name: x} for name, x in zip("qkv", FAR)),
-        {"mask": PAIRS.to("meta")},
-        *({name: ONES[:5].to("meta")} for name in ("pos_q", "pos_k")),
-        {"spec": GAIN, "params": {"q_norm": ONES.to("meta")}},
-    ],
-    UnknownNameError: [
-        {"spec": GAIN, "params": {"q_nrm": ONES}},
-        {"params": {"q_norm": ONES}},
-    ],
-}  # fmt: skip
+ONES = torch.ones(8)
+GIVEN = {
+    "q": Q,
+    "k": K,
+    "v": V,
+    "mask": torch.ones(2, 1, 5, 5, **BOOL),
+    "pos_q": torch.arange(5),
+    "pos_k": torch.arange(5),
+    "q_norm": ONES,
+}
+KINDS = (
+    *(torch.bool, torch.uint8, torch.int64, torch.complex64),
+    *(torch.float8_e4m3fn, torch.float16, torch.float32),
+)
+# What may be in place of an argument: values of another width, masks that broadcast and biases, counts and fractions.
+TAKEN = {
+    "q": (),
+    "k": (),
+    "v": ("axis -1",),
+    "mask": ("float16", "float32", "axis -4", "no first axis"),
+    "pos_q": ("uint8", "float16", "float32", "one more axis"),
+    "pos_k": ("uint8", "float16", "float32", "one more axis"),
+    "q_norm": ("float16",),
+}
 
 
-@each_row("kind", BAD)
-def test_bad_input_is_refused(kind):
-    for bad in BAD[kind]:
-        options = {"spec": AttentionSpec(), "q": Q, "k": K, "v": V, **bad}
-        q, k, v = (options.pop(name) for name in "qkv")
-        with pytest.raises(kind):
-            attention(q, k, v, **options)
+def call(spec=GAIN, dropout=0.0, **changed):
+    options = {**GIVEN, **changed}
+    q, k, v, gain = (options.pop(name) for name in ("q", "k", "v", "q_norm"))
+    options.setdefault("params", {"q_norm": gain})
+    return attention(q, k, v, spec=spec, dropout=dropout, **options)
+
+
+@each_row("name", GIVEN)
+def test_an_argument_of_another_kind_device_or_shape_is_refused(name):
+    x = GIVEN[name]
+    wrong = [(*change, InvalidTypeError) for change in other_kinds(x, KINDS)]
+    wrong += [(*change, ShapeError) for change in other_shapes(x)]
+    wrong += [("numbers", x.tolist(), InvalidTypeError)]
+    wrong += [("meta", x.to("meta"), InvalidValueError)]
+    for change, other, error in wrong:
+        if change in TAKEN[name]:
+            assert call(**{name: other}).isfinite().all()
+        else:
+            with pytest.raises(error):
+                call(**{name: other})
+
+
+@each_row(
+    "error, options",
+    [
+        (InvalidTypeError, {"spec": "qwen3"}),
+        (InvalidTypeError, {"spec": SCALE, "params": {"logit_scale": 2.0}}),
+        (ShapeError, {name: GIVEN[name][..., :7] for name in "qkv"}),
+        *((InvalidValueError, {"dropout": p}) for p in (-0.1, 1.0, 2.0, math.nan)),
+        (InvalidValueError, {"params": {}}),
+        (UnknownNameError, {"params": {"q_nrm": ONES}}),
+        (UnknownNameError, {"spec": AttentionSpec()}),
+    ],
+)
+def test_what_does_not_go_together_is_refused(error, options):
+    with pytest.raises(error):
+        call(**options)
 
 
 def test_counts_and_16_bits_are_taken_and_a_number_on_the_host_goes_anywhere():
@@ -288,21 +298,19 @@ def test_counts_and_16_bits_are_taken_and_a_number_on_the_host_goes_anywhere():
         )
     for kind in low:
         params = {"q_norm": ONES.to(kind)}
-        assert (
-            make_call(GAIN, Q, K, V, params=params, mask=PAIRS.to(kind)).params
-            == params
-        )
-    assert make_call(SCALE, *FAR, params={"logit_scale": torch.tensor(2.0)}).params
+        assert make_call(GAIN, Q, K, V, params=params).params == params
+    far = (x.to("meta") for x in (Q, K, V))
+    assert make_call(SCALE, *far, params={"logit_scale": torch.tensor(2.0)}).params
 
 
 def test_a_query_mask_is_taken_only_where_it_is_of_the_calls_own_rows():
     call = make_call(AttentionSpec(), *draw(t=3))
     mask = torch.tensor([[True, False, True], [True, True, False]])
     masked = with_query_mask(call, mask)
-    assert masked.query_mask is not None
     assert torch.equal(masked.query_mask, mask)
     assert (masked.q is call.q, call.query_mask) == (True, None)
-    with pytest.raises(InvalidTypeError):
-        with_query_mask(call, mask.float())
+    for wrong in (mask.float(), mask.tolist()):
+        with pytest.raises(InvalidTypeError):
+            with_query_mask(call, wrong)
     for other in (mask[:1], mask[0], mask.T, mask[:, :1], mask[None]):
         assert with_query_mask(call, other) is call

@@ -55,13 +55,6 @@ def test_keys_outside_every_window_are_not_read_and_own_positions_decide(
     assert sees_itself == [True, True, False, True]
 
 
-def test_log_n_counts_the_keys_inside_the_window():
-    spec = near(4).replace(scale=LogN(train_length=8))
-    factor = spec.factor(torch.tensor([[0, 1, 3, 4, 100]]), 4, {}, torch.float64)
-    expected = [0.5 * math.log(n) / math.log(8) for n in (1, 2, 4, 4, 4)]
-    assert torch.as_tensor(factor).flatten().tolist() == pytest.approx(expected)
-
-
 def test_whether_one_fused_call_does_and_how_far_a_query_sees():
     for t, s, causal, masked, given, window in itertools.product(
         (3, 5), (3, 5), (False, True), (False, True), (False, True), (None, 3, 4, 5)

@@ -25,6 +25,7 @@ from qkeel.capture.example import (
     arguments,
     copied,
     mapped,
+    seed_random_streams,
     tensors,
     undisturbed,
 )
@@ -228,7 +229,7 @@ class _Passes:
         # These passes are no training: a monitor of the model must not count or record them.
         with torch.no_grad(), extra_pass(self), undisturbed(self.inner):
             # The same dropout in every pass, else everything moves.
-            torch.manual_seed(0)
+            seed_random_streams(self.inner)
             batch = self.batch(tokens)
             with torch.compiler.set_stance("force_eager") if eager else nullcontext():
                 model = self.inner if eager else self._model

@@ -9,7 +9,14 @@ import dataclasses
 import functools
 import random
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
@@ -288,16 +295,17 @@ def _has_no_attention(module: nn.Module) -> bool:
 def tensors(value: object) -> list[Tensor]:
     """Every tensor in nested tuples, lists and dicts."""
     # A list, because each tensor that a generator yields costs a call of Python.
-    tensors, left = [], [value]
+    leaves: list[Tensor] = []
+    left = [value]
     while left:
         item = left.pop()
         if isinstance(item, torch.Tensor):
-            tensors.append(item)
+            leaves.append(item)
         elif isinstance(item, dict):
             left.extend(reversed(item.values()))
         elif isinstance(item, (tuple, list)):
             left.extend(reversed(item))
-    return tensors
+    return leaves
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -379,6 +387,19 @@ def same_random_streams(devices: Sequence[int] = ()) -> Iterator[None]:
         yield
 
 
+def seed_random_streams(model: nn.Module) -> None:
+    """Seeds the generators that `restored` puts back, and no others: torch.manual_seed seeds those of every GPU."""
+    torch.default_generator.manual_seed(0)
+    for device in _gpus_of(model.parameters()):
+        torch.cuda.default_generators[device].manual_seed(0)
+
+
+def _gpus_of(parameters: Iterable[nn.Parameter]) -> list[int]:
+    """The indices of the GPUs that hold these parameters."""
+    devices = {p.device for p in parameters}
+    return sorted({x.index or 0 for x in devices if x.type == "cuda"})
+
+
 Undo = Callable[[], None]
 
 
@@ -406,9 +427,7 @@ def restored(model: nn.Module, *, weights: bool = True) -> Iterator[Undo]:
     weights: False leaves the parameters as they are at the end, for weights that are fitted in the context."""
     modules = [*modules_of(model).values()]
     parameters = parameters_in(modules)
-    devices = sorted(
-        {p.device.index or 0 for p in parameters if p.device.type == "cuda"}
-    )
+    devices = _gpus_of(parameters)
     # Those that every module has, such as hooks and parameters, which sharded models exchange in a pass.
     torchs_own = vars(nn.Module()).keys()
     with ExitStack() as undo:

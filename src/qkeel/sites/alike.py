@@ -19,6 +19,7 @@ from qkeel.capture.calls import ScoresCall
 from qkeel.capture.example import (
     ModuleCall,
     mapped,
+    seed_random_streams,
     undisturbed,
 )
 from qkeel.capture.intercept import CapturedCall, CaptureMode
@@ -131,7 +132,7 @@ class KnownModule:
             self._given.as_given(),
             suppress(EnoughError),
         ):
-            torch.manual_seed(0)
+            seed_random_streams(copied)
             args, kwargs = self._given.copied(torch.clone)
             forward(copied, watcher, args, kwargs, graph=False, together=False)
         return calls

@@ -372,10 +372,10 @@ class SiteSearch:
             )
             name = name_of(called, trace.first_call(part).ordinal)
             site = renamed(part, lambda weight: parameters.get(weight, weight))
-            weights = _weights_of(site)
+            weights = weights_of(site)
             if weights <= {self._parameters[id(p)] for p in module.parameters()}:
                 self._known.add(id(module))
-            elif name in by_name and weights != _weights_of(by_name[name]):
+            elif name in by_name and weights != weights_of(by_name[name]):
                 callers = callers or (frame.caller,) * (module is frame.module)
             else:
                 callers = ()
@@ -495,6 +495,23 @@ class SiteTrace:
     def of_part(self) -> PartTrace:
         """What the copy of the module computed, and how."""
         return self.of_module.with_graph()
+
+
+def _is_plain(layout: HeadLayout | None) -> bool:
+    """True if heads have a separate dimension."""
+    return layout is None or layout.groups == tuple("bhts")
+
+
+def weights_of(site: AttentionSite) -> set[str]:
+    """The names of the weights from which the logits of a site are computed."""
+    return {s.parameter for s in (*site.query, *site.key)}
+
+
+_NO_BOUNDS = (
+    "the logit bounds that the norms of {} imply are unknown and not watched: there is not enough memory to read them "
+    "from one whole sequence. For the bounds, call find_sites with a batch of one sequence that is as long as memory "
+    "allows, and pass the sites that it returns to watch(sites=...)"
+)
 
 
 # --- A pass that qkeel makes
@@ -752,7 +769,7 @@ class _ObservedPass:
     def trace(self) -> ModelTrace:
         """The trace of the pass."""
         types = told_apart(self._visible)
-        of_logits = set().union(*map(_weights_of, self.order.values()))
+        of_logits = set().union(*map(weights_of, self.order.values()))
         sites = [
             dataclasses.replace(
                 site,
@@ -816,16 +833,6 @@ def _unclear_masks(call: object) -> str:
     return ""
 
 
-def _is_plain(layout: HeadLayout | None) -> bool:
-    """True if heads have a separate dimension."""
-    return layout is None or layout.groups == tuple("bhts")
-
-
-def _weights_of(site: AttentionSite) -> set[str]:
-    """The names of the weights from which the logits of a site are computed."""
-    return {s.parameter for s in (*site.query, *site.key)}
-
-
 def unseen(model: nn.Module, watcher: CaptureMode) -> str:
     """The message for a pass without observed attention: what was looked for, why nothing was found, and what to do."""
     if watcher.missed:
@@ -861,11 +868,6 @@ def unseen(model: nn.Module, watcher: CaptureMode) -> str:
 
 
 _NO_TOKENS = "it received no tokens in this example"
-_NO_BOUNDS = (
-    "the logit bounds that the norms of {} imply are unknown and not watched: there is not enough memory to read them "
-    "from one whole sequence. For the bounds, call find_sites with a batch of one sequence that is as long as memory "
-    "allows, and pass the sites that it returns to watch(sites=...)"
-)
 _BY_HAND = (
     "If the logits are just scaled products of queries and keys, describe it by hand, as in\n"
     "    from qkeel.sites import Reading, describe\n"

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics, statistics
-from qkeel.capture.example import LastPass, copied, tensors, undisturbed
+from qkeel.capture.example import (
+    LastPass,
+    copied,
+    seed_random_streams,
+    tensors,
+    undisturbed,
+)
 from qkeel.capture.intercept import CapturedCall, CaptureMode, Search
 from qkeel.capture.named_attention import CompiledBounds
 from qkeel.errors import caution
@@ -297,14 +303,14 @@ class Tap(Handle):
         self._latest = None
 
     def calls(
-        self, args: Args, kwargs: Kwargs, seed: int | None = 0
+        self, args: Args, kwargs: Kwargs, *, is_seeded: bool = True
     ) -> dict[str, Seen]:
         """Returns the first call of each site in an additional pass with these arguments. The pass runs eagerly and
-        without gradients, and with the same random numbers each time, or those that come next if `seed` is None; it is
+        without gradients, and with the same random numbers each time, or those that come next if not `is_seeded`; it is
         not counted and changes nothing."""
         kept: dict[str, Seen] = {}
         look = ObservedPass(self, kept)
-        self._extra_pass(look, args, kwargs, seed=seed)
+        self._extra_pass(look, args, kwargs, is_seeded=is_seeded)
         if look.error is not None:
             raise look.error
         return kept
@@ -373,10 +379,10 @@ class Tap(Handle):
         look: ObservedPass,
         args: Args,
         kwargs: Kwargs,
-        seed: int | None = None,
+        is_seeded: bool = False,
         random: Tensor | None = None,
     ) -> object:
-        """Makes a pass of the model eagerly and returns its output. `seed` seeds the random generators; `random` is the
+        """Makes a pass of the model eagerly and returns its output. `is_seeded` seeds the random generators; `random` is the
         state of the CPU's."""
         with (
             extra_pass(self),
@@ -384,8 +390,8 @@ class Tap(Handle):
             torch.compiler.set_stance("force_eager"),
             undisturbed(self.model),
         ):
-            if seed is not None:
-                torch.manual_seed(seed)
+            if is_seeded:
+                seed_random_streams(self.model)
             if random is not None:
                 torch.set_rng_state(random)
             try:

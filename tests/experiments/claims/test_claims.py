@@ -13,7 +13,6 @@ from experiments.claims.judge import (
     differences,
     judge,
     page,
-    short,
 )
 from experiments.claims.measures import MEASURES
 from experiments.claims.site_page import SITE, site_page
@@ -42,20 +41,6 @@ def test_the_page_says_what_the_committed_results_say():
     )
     assert site_page(results()) == SITE.read_text(encoding="utf-8"), (
         "run python -m experiments.claims"
-    )
-
-
-def test_a_short_source_is_names_and_year():
-    assert (
-        short("Henry et al., Query-Key Normalization for Transformers, 2020")
-        == "Henry et al. 2020"
-    )
-    assert (
-        short("an introduction to QK-norm, 2025") == "an introduction to QK-norm 2025"
-    )
-    assert (
-        short("our own question; the norm: Henry et al., Query-Key Normalization, 2020")
-        == "our own question; Henry et al. 2020"
     )
 
 

@@ -123,48 +123,25 @@ def gain_overwritten(m, x):
     return gradients(loss, m.q_norm)
 
 
-# What is done to a module; the words of an error with the kernels and without; a tolerance.
 MODULES = {
-    **{
-        do.__name__: (do, "", "", 2e-5)
-        for do in (
-            overwriting_hook,
-            backward_hooks,
-            inference_first,
-            fake_first,
-            another_default_device,
-            saved_tensors_packed,
-            transforms,
-            copied,
-            with_cache,
-        )
-    },
-    "checkpoints": (
-        functools.partial(checkpointed, use_reentrant=False),
-        "",
-        "",
-        2e-5,
-    ),
-    "reentrant checkpoints": (
-        functools.partial(checkpointed, use_reentrant=True),
-        "",
-        "",
-        2e-5,
-    ),
-    "autocast": (autocast, "", "", 0.03),
-    "a gradient of a gradient": (
+    do.__name__: do
+    for do in (
+        overwriting_hook,
+        backward_hooks,
+        inference_first,
+        fake_first,
+        another_default_device,
+        saved_tensors_packed,
+        autocast,
+        transforms,
+        copied,
+        with_cache,
         twice,
-        "can be differentiated once",
-        "derivative for .*_backward is not implemented",
-        0.0,
-    ),
-    "a gain overwritten before backward": (
         gain_overwritten,
-        OVERWRITTEN,
-        OVERWRITTEN,
-        0.0,
-    ),
+    )
 }
+MODULES["checkpoints"] = functools.partial(checkpointed, use_reentrant=False)
+MODULES["reentrant checkpoints"] = functools.partial(checkpointed, use_reentrant=True)
 
 
 def attended(attend, *leaves, **options):
@@ -227,49 +204,42 @@ def overwritten(name):
 
 
 CALLS = {
-    **{
-        do.__name__: (do, "", "")
-        for do in (only_value, only_mask, without_keys, gradient_in_another_layout)
-    },
-    "expanded heads": (
-        in_layout(lambda x: x[:, :1].expand(-1, 4, -1, -1)),
-        "",
-        "",
+    "only value": only_value,
+    "only mask": only_mask,
+    "without keys": without_keys,
+    "gradient in another layout": gradient_in_another_layout,
+    "expanded heads": in_layout(lambda x: x[:, :1].expand(-1, 4, -1, -1)),
+    "overlapping windows": in_layout(
+        lambda x: x.flatten()[:200].unfold(0, 16, 4)[:24].view(1, 2, 12, 16)
     ),
-    "overlapping windows": (
-        in_layout(lambda x: x.flatten()[:200].unfold(0, 16, 4)[:24].view(1, 2, 12, 16)),
-        "",
-        "",
+    "memory that is not aligned": in_layout(
+        lambda x: torch.cat([x[0, 0, 0, :1], x.flatten()])[1:].view(x.shape)
     ),
-    "memory that is not aligned": (
-        in_layout(lambda x: torch.cat([x[0, 0, 0, :1], x.flatten()])[1:].view(x.shape)),
-        "",
-        "",
+    "negated views": in_layout(lambda x: torch.complex(x.cos(), x).conj().imag),
+    "an empty batch": in_layout(lambda x: x[:0]),
+    "no queries and no keys": in_layout(lambda x: x[:, :, :0]),
+    **{f"{name} overwritten": overwritten(name) for name in ("k", "v", "mask", "out")},
+}
+# What is refused: the words of the error with the kernels, and without.
+ERRORS = {
+    "twice": (
+        "can be differentiated once",
+        "derivative for .*_backward is not implemented",
     ),
-    "negated views": (
-        in_layout(lambda x: torch.complex(x.cos(), x).conj().imag),
-        "",
-        "",
-    ),
-    "an empty batch": (in_layout(lambda x: x[:0]), "", ""),
-    "no queries and no keys": (in_layout(lambda x: x[:, :, :0]), "", ""),
-    "k overwritten": (overwritten("k"), "", ""),
-    "v overwritten": (overwritten("v"), OVERWRITTEN, OVERWRITTEN),
-    "the mask overwritten": (overwritten("mask"), OVERWRITTEN, ""),
-    "the output overwritten": (overwritten("out"), OVERWRITTEN, ""),
+    "gain_overwritten": (OVERWRITTEN, OVERWRITTEN),
+    "v overwritten": (OVERWRITTEN, OVERWRITTEN),
+    "mask overwritten": (OVERWRITTEN, ""),
+    "out overwritten": (OVERWRITTEN, ""),
 }
 
 
-def check(
-    do,
-    truth,
-    words,
-    tolerance,
-):
+def check(name, native, do, truth):
+    words = ERRORS.get(name, ("", ""))[native == "0"]
     if words:
         with pytest.raises(Exception, match=words):
             do()
         return
+    tolerance = 0.03 if name == "autocast" else 2e-5
     for i, (ours, theirs) in enumerate(zip(do(), truth(), strict=True)):
         size = theirs.detach().abs().max().item() if theirs.numel() else 0.0
         np.testing.assert_allclose(
@@ -287,46 +257,42 @@ def written_out(q, k, v, *, spec, params, seen):
     return out.transpose(1, 2).flatten(2)
 
 
+both_ways = pytest.mark.parametrize("native", ["1", "0"])
+
+
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("native", ["1", "0"])
+@both_ways
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_is_right_or_says_why_not(name, native, monkeypatch):
     monkeypatch.setenv("QKEEL_NATIVE", native)
-    do, on, off, tolerance = MODULES[name]
-    module = qkeel.nn.Attention(32, 4, 2, 16, spec=SPEC)
+    do, module = MODULES[name], qkeel.nn.Attention(32, 4, 2, 16, spec=SPEC)
     with torch.no_grad():
-        for gain in ("q_norm", "k_norm"):
-            getattr(module, gain).add_(0.2 * torch.randn(16))
+        for gain in (module.q_norm, module.k_norm):
+            gain.add_(0.2 * torch.randn(16))
     oracle, x = copy.deepcopy(module).double(), torch.randn(2, 12, 32)
     oracle.attend = written_out  # type: ignore[method-assign]
-    words = on if native == "1" else off
-    check(lambda: do(module, x), lambda: do(oracle, x.double()), words, tolerance)
+    check(name, native, lambda: do(module, x), lambda: do(oracle, x.double()))
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("native", ["1", "0"])
+@both_ways
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_is_right_or_says_why_not(name, native, monkeypatch):
     monkeypatch.setenv("QKEEL_NATIVE", native)
-    do, on, off = CALLS[name]
-    q, k, v = (torch.randn(2, heads, 12, 16) for heads in (4, 2, 2))
+    do, qkv = CALLS[name], [torch.randn(2, heads, 12, 16) for heads in (4, 2, 2)]
+
+    def params_of(q, k, _):
+        params = SPEC.init_params(q.shape[1], k.shape[1], 16)
+        return {name: p.to(q.dtype) for name, p in params.items()}
 
     def attend(*qkv, **options):
-        params = SPEC.init_params(qkv[0].shape[1], qkv[1].shape[1], 16)
-        return qkeel.attention(*qkv, spec=SPEC, params=params, **options)
+        return qkeel.attention(*qkv, spec=SPEC, params=params_of(*qkv), **options)
 
     def oracle(*qkv, **options):
-        params = SPEC.init_params(qkv[0].shape[1], qkv[1].shape[1], 16)
-        wide = {name: p.double() for name, p in params.items()}
-        return reference.attend(SPEC, *qkv, params=wide, **options).out
+        return reference.attend(SPEC, *qkv, params=params_of(*qkv), **options).out
 
-    words = on if native == "1" else off
-    check(
-        lambda: do(attend, q, k, v),
-        lambda: do(oracle, q.double(), k.double(), v.double()),
-        words,
-        2e-5,
-    )
+    wide = [x.double() for x in qkv]
+    check(name, native, lambda: do(attend, *qkv), lambda: do(oracle, *wide))
 
 
 # Bad input through the public doors: torch's numbers or one clear error.
@@ -400,7 +366,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("native", ["1", "0"])
+@both_ways
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_clear_error(name, native, monkeypatch):
     monkeypatch.setenv("QKEEL_NATIVE", native)

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 from tests.contract.conformance.cases import widened
-from tests.kernels.harness import DTYPES, laid
+from tests.each_row import each_row
+from tests.kernels.drawn import drawn, mask_of_pairs
 from tests.packed_sequences import CASES, packed
-from tests.quick import one_in
 
 import qkeel
 from qkeel.capture.calls import flex_call
@@ -16,8 +16,6 @@ from qkeel.kernels.logits import compiled as logit_pass
 from qkeel.kernels.statistics import logit_stats, max_stats
 from qkeel.spec import (
     AttentionSpec,
-    Fixed,
-    Learned,
     NoPosition,
     SlidingWindow,
     Softcap,
@@ -26,59 +24,20 @@ from qkeel.spec import (
 from qkeel.spec.call import band_call, make_call, with_query_mask
 
 pytestmark = pytest.mark.usefixtures("library")
-# Batch, query heads, key heads, queries, keys, head_dim.
-SHAPES = [
-    (2, 2, 2, 1, 1, 8),
-    (2, 4, 2, 7, 7, 64),
-    (1, 4, 1, 64, 64, 40),
-    (2, 2, 1, 129, 129, 64),
-    (1, 4, 2, 300, 300, 64),
-    (1, 2, 2, 70, 200, 24),
-    (1, 2, 1, 200, 70, 128),
-    (3, 8, 4, 1, 150, 64),
-]
-SPECS = {
-    "plain": AttentionSpec(),
-    "capped": AttentionSpec(cap=Softcap(5.0), scale=Fixed(0.3)),
-    "learned": AttentionSpec(scale=Learned(init=0.2, per="head")),
-    "window": AttentionSpec(position=SlidingWindow(window=40, inner=NoPosition())),
-    "negative": AttentionSpec(scale=Fixed(-0.2), cap=Softcap(8.0)),
-    **{name: qkeel.preset(name) for name in ("qwen3", "cosa_logn", "swin_v2")},
-}
-
-
-def masks(b, h, t, s):
-    pairs = torch.rand(b, 1, t, s) < 0.7
-    pairs[:, :, t // 2 :, 0] = False
-    pairs[0, 0, t // 3] = False  # a row without keys
-    lowest = torch.finfo(torch.float16).min
-    return {
-        "none": None,
-        "pairs": pairs,
-        "padding": torch.arange(s)[None] >= torch.arange(b)[:, None] * (s // 4),
-        "bias": torch.randn(1, h, t, s).masked_fill(~pairs[:1], -torch.inf),
-        "bias of keys": torch.randn(1, 1, 1, s),
-        "half": torch.randn(b, 1, t, s).masked_fill(~pairs, lowest).half(),
-    }
-
-
-def call_of(
-    spec,
-    shape,
-    dtype,
-    layout,
-    **more,
-):
-    b, h, g, t, s, d = shape
-    q, k = 2 * torch.randn(b, h, t, d), 2 * torch.randn(b, g, s, d)
-    q, k = laid(q.to(dtype), layout), laid(k.to(dtype), layout + 1)
-    return make_call(spec, q, k, k, params=spec.init_params(h, g, d), **more)
 
 
 def torchs(call, threshold=1.0):
     with pytest.MonkeyPatch.context() as off:
         off.setenv("QKEEL_NATIVE", "0")
         return logit_stats(call, threshold)
+
+
+def same(ours, theirs, fields, atol):
+    for name in fields:
+        values = getattr(ours, name), getattr(theirs, name)
+        torch.testing.assert_close(
+            *values, rtol=1e-5, atol=atol, equal_nan=True, msg=name
+        )
 
 
 def check(call, case):
@@ -104,19 +63,13 @@ def check(call, case):
     assert torch.equal(extremes.min_logit, ours.min_logit), case
 
 
-@pytest.mark.parametrize("name", one_in(SPECS, 2))
-def test_every_field_is_as_exact_as_torchs(name):
-    n = list(SPECS).index(name)
-    for i, shape in enumerate(SHAPES):
-        b, h, _, t, s, _ = shape
-        for j, (kind, mask) in enumerate(masks(b, h, t, s).items()):
-            if (i + j + n) % 3 and n > 1:
-                continue  # a third of the combinations for most specs
-            dtype, causal = DTYPES[(i + j) % 3], (i + j) % 3 > 0
-            call = call_of(SPECS[name], shape, dtype, i + j, mask=mask, causal=causal)
-            if j % 2:
-                call = with_query_mask(call, torch.rand(b, t) < 0.8)
-            check(call, f"{shape}, {kind}, {dtype}, causal {causal}")
+@pytest.mark.parametrize(
+    "seeds", [range(60), pytest.param(range(60, 400), marks=pytest.mark.slow)], ids=str
+)
+def test_every_field_of_drawn_calls_is_as_exact_as_torchs(seeds):
+    for seed in seeds:
+        call = drawn(seed, mask_of_pairs, sizes=(-3.0, 0.1, 1.0, 2.0))
+        check(call, f"seed {seed}")
 
 
 def test_positions_that_ascend_are_taken_and_others_are_left_to_torch():
@@ -126,7 +79,7 @@ def test_positions_that_ascend_are_taken_and_others_are_left_to_torch():
     for spec in (AttentionSpec(), near):
         for causal in (True, False):
             options = {"pos_q": left[:, 20:], "pos_k": left, "causal": causal}
-            check(make_call(spec, q, k, k, **options), f"{spec}, {causal}")  # type: ignore[arg-type]
+            check(make_call(spec, q, k, k, **options), f"{spec}, {causal}")
     again = torch.arange(50) % 25
     call = make_call(AttentionSpec(), q, k, k, pos_q=again[:30], pos_k=again)
     assert logit_pass.rows_of(call, 1.0) is None
@@ -138,10 +91,8 @@ def test_packed_sequences_and_windows_on_both_sides_are_taken(name, options):
     counted = torch.arange(call.q.shape[2])[None] % 3 > 0
     for asked in (call, with_query_mask(call, counted)):
         assert logit_pass.rows_of(asked, 1.0) is not None
-        ours, theirs = logit_stats(asked), torchs(asked)
-        for field in set(TENSORS) - {"share_above"}:
-            values = getattr(ours, field), getattr(theirs, field)
-            torch.testing.assert_close(*values, rtol=1e-5, atol=1e-5, msg=field)
+        ours = logit_stats(asked)
+        same(ours, torchs(asked), {*TENSORS} - {"share_above"}, atol=1e-5)
         assert torch.equal(max_stats(asked).max_logit, ours.max_logit)
 
 
@@ -152,42 +103,38 @@ def test_calls_that_it_does_not_read_are_left_to_torch():
     added = flex_call(spec, q, q, lambda z, b, h, i, j: z + 100.0 * (i == j), None)
     sloped = make_call(spec, q, q, q, causal=False)
     sloped = band_call(sloped, slopes=torch.full((2,), -50.0))
-    wide_mask = torch.zeros(9, 9, dtype=torch.float64)
-    softpick = AttentionSpec(normalizer=Softpick())
+    others = q.double(), q.to("meta"), q[:0], torch.randn(1, 2, 5, 12)
     for call in (
         added,
         sloped,
         make_call(rerope, q, q, q),
-        make_call(softpick, q, q, q),
-        make_call(spec, q, q, q, mask=wide_mask),
-        *(
-            make_call(spec, x, x, x)
-            for x in (q.double(), q.to("meta"), q[:0], torch.randn(1, 2, 5, 12))
-        ),
+        make_call(AttentionSpec(normalizer=Softpick()), q, q, q),
+        make_call(spec, q, q, q, mask=torch.zeros(9, 9).double()),
+        *(make_call(spec, x, x, x) for x in others),
     ):
         assert logit_pass.rows_of(call, 1.0) is None
         assert logit_pass.extremes_of(call) is None
+    # What it cannot read is in torch's numbers.
     for call, least in ((added, 60.0), (sloped, 360.0)):
-        rows = slice(0, 9)
-        z, visible = call.scores(q, q, rows, rows), call.visible(rows, rows)
+        z = call.scores(q, q, slice(0, 9), slice(0, 9))
+        visible = call.visible(slice(0, 9), slice(0, 9))
         z = z if visible is None else z.masked_fill(~visible, -torch.inf)
         assert z.max() > least
         for stats in (max_stats(call), logit_stats(call)):
             torch.testing.assert_close(stats.max_logit, z.amax((0, 2, 3)))
 
 
+WHERE = ("q", "k", "hidden key", "uncounted row", "bias")
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("where", ["q", "k", "hidden key", "uncounted row", "bias"])
+@each_row("where", WHERE)
 def test_what_is_not_finite_is_reported_as_torch_reports_it(value, where):
     for spec in (AttentionSpec(), AttentionSpec(cap=Softcap(20.0))):
         q, k = torch.randn(1, 3, 40, 8), torch.rand(1, 3, 40, 8) + 0.1
-        mask = (
-            torch.randn(1, 3, 40, 40)
-            if where == "bias"
-            else torch.ones(1, 1, 40, 40).bool()
-        )
-        counted = torch.ones(1, 40, dtype=torch.bool)
+        mask, counted = torch.ones(1, 1, 40, 40).bool(), torch.ones(1, 40).bool()
         if where == "bias":
+            mask = torch.randn(1, 3, 40, 40)
             mask[0, 1, 39, 7] = value
         elif where in ("q", "uncounted row"):
             # The last row sees every key: else torch's path takes hidden keys for the largest of -inf.
@@ -199,13 +146,10 @@ def test_what_is_not_finite_is_reported_as_torch_reports_it(value, where):
             mask[..., 20] = where == "k"
         call = with_query_mask(make_call(spec, q, k, k, mask=mask), counted)
         assert logit_pass.rows_of(call, 1.0) is not None
-        ours, extremes, theirs = logit_stats(call, 1.0), max_stats(call), torchs(call)
-        ours = dataclasses.replace(ours, max_logit=extremes.max_logit)
-        for name in TENSORS:
-            values = getattr(ours, name), getattr(theirs, name)
-            torch.testing.assert_close(
-                *values, rtol=1e-5, atol=1e-6, equal_nan=True, msg=name
-            )
+        ours = dataclasses.replace(
+            logit_stats(call, 1.0), max_logit=max_stats(call).max_logit
+        )
+        same(ours, torchs(call), TENSORS, atol=1e-6)
 
 
 def test_ends_beyond_the_keys_are_the_ends_of_the_keys():

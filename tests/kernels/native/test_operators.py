@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.changed import other_kinds, other_shapes
+from tests.each_row import each_row
 from torch import Tensor, rand, randn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -23,13 +26,11 @@ BAD = torch.float8_e4m3fn
 class Operator:
     """An operator and calls of it.
 
-    `make(n)` returns the arguments of several calls with n tokens, rows or the like; `wrong` maps those of the first to
-    changes by place, none of which may be accepted. `tracked`: places of tensors that get a gradient. `slow`: torch's
-    checks and those of memory take seconds.
+    `make(n)` returns the arguments of several calls with n tokens, rows or the like. `tracked`: places of tensors that get
+    a gradient. `slow`: torch's checks and those of memory take seconds.
     """
 
     make: Callable[[int], list[Arguments]]
-    wrong: Callable[..., list[dict[int, Any]]] = lambda *_: []
     tracked: tuple[int, ...] = ()
     slow: bool = True
 
@@ -128,109 +129,13 @@ def norm_rope_backward(n):
     return found
 
 
-def of_qk(q, k):
-    return [
-        {0: q[..., :12], 1: k[..., :12]},
-        {0: q.double(), 1: k.double()},
-        {1: k.bfloat16()},
-        {1: k[..., :8]},
-    ]
-
-
-def of_attention(q, k, v):
-    return [
-        *of_qk(q, k),
-        {0: q[..., :12], 1: k[..., :12], 2: v[..., :12]},
-        {0: q.double(), 1: k.double(), 2: v.double()},
-        {0: q[:, :3]},
-        {0: q[0]},
-        {1: k[:, :, :3]},
-        {2: v[..., :4]},
-    ]
-
-
-def of_rows(q, k, scale, low, high):
-    return [
-        *of_qk(q, k),
-        {2: scale[..., :2]},
-        {4: None},
-        {3: low[:, :2]},
-        {3: low.int(), 4: high.int()},
-        {5: torch.zeros(5, 5)},
-        {5: torch.zeros(1, 1, 5, 5).double()},
-    ]
-
-
 OPERATORS = {
-    "attention": Operator(
-        make=attention,
-        tracked=(0, 1, 2),
-        slow=False,
-        wrong=lambda q, k, v, *_: [
-            *of_attention(q, k, v),
-            {0: q.int(), 1: k.int(), 2: v.int()},
-            {0: q.to(BAD), 1: k.to(BAD), 2: v.to(BAD)},
-            {1: k[:1]},
-            {3: torch.ones(5, 5)},
-            {3: torch.ones(1, 1, 5, 4)},
-            {3: torch.ones(1, 1, 5, 5, dtype=torch.int64)},
-            {4: torch.ones(3)},
-            {4: torch.ones(4).double()},
-            {7: -1},
-            {8: -1.0},
-        ],
-    ),
-    "attention_backward": Operator(
-        make=backward,
-        tracked=(1, 2, 3),
-        wrong=lambda up, q, k, v, out, lse, *_: [
-            {0: up[..., :8]},
-            {0: up.half()},
-            {1: q[:, :3]},
-            {2: k[:, :, :4]},
-            {3: v.double()},
-            {1: q.long(), 2: k.long(), 3: v.long()},
-            {4: out.bfloat16()},
-            {5: lse[..., :3]},
-            {5: lse.double()},
-            {1: q[..., :12], 2: k[..., :12]},
-            {6: torch.ones(6, 9)},
-            {7: torch.ones(3)},
-            {10: -1},
-        ],
-    ),
-    "decode": Operator(
-        make=decode,
-        slow=False,
-        wrong=lambda q, k, v, mask, *_: [
-            *of_attention(q, k, v),
-            {3: torch.zeros(mask.shape)},
-            {4: rand(2, 4, k.shape[2]).double()},
-            {4: rand(2, 4, k.shape[2] - 1)},
-            {4: rand(2, 3, k.shape[2])},
-            {4: rand(4, k.shape[2])},
-            {6: -1.0},
-            {8: -1},
-        ],
-    ),
-    "logit_rows": Operator(
-        make=lambda n: [(*given, 5.0, 1.0) for given in rows(n)],
-        wrong=lambda *given: of_rows(*given[:5]),
-    ),
-    "logit_extremes": Operator(make=rows, wrong=lambda *given: of_rows(*given[:5])),
-    "norm_rope": Operator(
-        make=norm_rope,
-        tracked=(0, 1),
-        wrong=lambda x, gain, cos, sin, *_: [
-            {0: x[..., :6]},
-            {0: x.double()},
-            {3: None},
-            {2: cos[:, :, :2], 3: sin[:, :, :2]},
-            {2: cos[..., :4], 3: sin[..., :4]},
-            {2: cos.double(), 3: sin.double()},
-            {1: rand(7)},
-        ],
-    ),
+    "attention": Operator(make=attention, tracked=(0, 1, 2), slow=False),
+    "attention_backward": Operator(make=backward, tracked=(1, 2, 3)),
+    "decode": Operator(make=decode, slow=False),
+    "logit_rows": Operator(make=lambda n: [(*given, 5.0, 1.0) for given in rows(n)]),
+    "logit_extremes": Operator(make=rows),
+    "norm_rope": Operator(make=norm_rope, tracked=(0, 1)),
     "norm_rope_two": Operator(
         make=lambda n: [
             (x, x[:, :2] + 1, gain, None, *table, 1, 0, 1e-6)
@@ -239,6 +144,21 @@ OPERATORS = {
     ),
     "norm_rope_backward": Operator(make=norm_rope_backward),
     "gain_spread": Operator(make=lambda n: [(rand(n) + 0.5,)]),
+}
+# By the place of an argument: changes that are a call too, or may be. Fewer queries, heads that share keys otherwise,
+# ends beyond the keys, a mask that broadcasts or is left out, a gain of another dtype or of all heads.
+MASK, SEQUENCES = ("None", "axis -4"), ("axis -3", "axis -4")
+GAIN = ("None", "no first axis", "one more axis", "float64")
+CALLS_TOO = {
+    "attention": {0: ["axis -2"], 3: MASK, 4: ["None"]},
+    "attention_backward": {6: MASK, 7: ["None"]},
+    "decode": {0: ["axis -2"], 3: MASK, 4: ["None", "axis -3"]},
+    "logit_rows": {1: ["axis -2", "axis -3"], 5: MASK},
+    "logit_extremes": {1: ["axis -2", "axis -3"], 5: MASK},
+    "norm_rope": {0: SEQUENCES, 1: GAIN},
+    "norm_rope_two": {0: SEQUENCES, 1: SEQUENCES, 2: GAIN},
+    "norm_rope_backward": {3: GAIN},
+    "gain_spread": {0: ["axis -1", *GAIN[1:]]},
 }
 
 
@@ -276,14 +196,61 @@ def test_every_operator_has_a_row():
     assert defined == set(OPERATORS) == {*operators.SHAPES, "gain_spread"}
 
 
+KINDS = (torch.float64, torch.int64, torch.int32, torch.float8_e4m3fn)
+
+
+def changes(x):
+    """What may come in place of a tensor, by the name of the change."""
+    return {**dict(other_shapes(x)), **dict(other_kinds(x, KINDS)), "None": None}
+
+
+REFUSALS = (RuntimeError, NotImplementedError, IndexError)
+
+
+def refused(name, given):
+    with pytest.raises(REFUSALS):
+        getattr(OPS, name)(*given)
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_what_no_call_can_have_raises_and_does_not_crash(name):
-    row = OPERATORS[name]
-    right = row.make(5)[0]
-    for change in row.wrong(*right):
-        given = [change.get(i, x) for i, x in enumerate(right)]
-        with pytest.raises((RuntimeError, NotImplementedError, IndexError)):
-            getattr(OPS, name)(*given)
+    for given in OPERATORS[name].make(5):
+        for place, x in enumerate(given):
+            for change, other in changes(x).items() if isinstance(x, Tensor) else ():
+                changed = (*given[:place], other, *given[place + 1 :])
+                if change in CALLS_TOO[name].get(place, ()):
+                    with contextlib.suppress(*REFUSALS):
+                        run(name, changed)
+                else:
+                    refused(name, changed)
+
+
+@pytest.mark.parametrize("name", [n for n in OPERATORS if n != "gain_spread"])
+@each_row("change", ["axis -1", "float64", "int64", "float8_e4m3fn"])
+def test_other_widths_and_dtypes_of_all_tensors_at_once_raise(name, change):
+    for given in OPERATORS[name].make(5):
+        tensors = [isinstance(x, Tensor) and x.is_floating_point() for x in given]
+        refused(
+            name,
+            [
+                changes(x)[change] if is_one and x.ndim == 4 else x
+                for x, is_one in zip(given, tensors)
+            ],
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        *(("attention", place) for place in (7, 8)),
+        *(("decode", place) for place in (6, 8)),
+        ("attention_backward", 10),
+    ],
+)
+def test_a_window_a_cap_and_a_number_of_keys_are_not_negative(name, place):
+    given = [*OPERATORS[name].make(5)[0]]
+    given[place] = type(given[place])(-1)
+    refused(name, given)
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -1,4 +1,4 @@
-"""LogitStats is a commutative monoid, and merging statistics of parts gives those of the whole."""
+"""LogitStats is a commutative monoid: parts merge to the whole; of rows, of keys, by class of token."""
 
 from __future__ import annotations
 
@@ -11,11 +11,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.functional import class_statistics, statistics
 from qkeel.functional.class_statistics import ClassStats
-from qkeel.functional.statistics import TENSORS, LogitStats, merge, of_key_heads
+from qkeel.functional.statistics import (
+    TENSORS,
+    KernelRows,
+    LogitStats,
+    merge,
+    of_key_heads,
+    reduce_kernel_rows,
+)
+from qkeel.kernels.statistics import logit_stats
+from qkeel.spec import AttentionSpec
+from qkeel.spec.call import make_call
 
 from .properties import few, randn, seeds
 
@@ -88,19 +97,13 @@ def test_the_empty_statistics_are_neutral_bit_for_bit(seed: int, n: int) -> None
 
 
 def test_many_statistics_merge_as_two_by_two():
-    def of_call(seed):
-        torch.manual_seed(seed)
-        q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
-        return qkeel.attention(q, k, k, spec=qkeel.AttentionSpec(), stats=True)[1]
-
-    stats = [LogitStats.empty(2, 2, torch.zeros(())), *map(of_call, range(5))]
-    pairs = functools.reduce(merge, stats).tensors()
-    for name, x in merge(*stats).tensors().items():
-        torch.testing.assert_close(x, pairs[name], rtol=1e-5, atol=1e-6)
-    again = merge(stats[1], stats[1], stats[1])
+    # The second has no samples.
+    stats = [stats_of(samples(seed, n)) for seed, n in enumerate((3, 0, 1, 4))]
+    same(merge(*stats), functools.reduce(merge, stats), rtol=1e-12)
+    again = merge(stats[0], stats[0], stats[0])
     for name in ("mean_logit", "entropy", "query_norm", "sink_share"):
         # The mean of equal values is that value.
-        assert torch.equal(getattr(again, name), getattr(stats[1], name))
+        assert torch.equal(getattr(again, name), getattr(stats[0], name))
 
 
 def test_a_statistic_is_read_by_its_recorded_name():
@@ -132,7 +135,65 @@ def test_a_head_is_not_finite_where_a_logit_or_the_entropy_is_not():
     torch.testing.assert_close(stats.max_abs_logit, magnitude, equal_nan=True)
 
 
+# Of rows and keys.
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_row_of_one_key_has_no_entropy_and_a_cosine_of_at_most_one(sign):
+    q, alone = torch.randn(1, 1, 400, 3), torch.eye(400, dtype=torch.bool)
+    call = make_call(AttentionSpec(), q, 3 * sign * q, q, causal=False, mask=alone)
+    stats = logit_stats(call)
+    for entropy in (stats.entropy, stats.n_free, stats.normalized_entropy):
+        assert entropy.item() == 0
+    for cosine in (stats.cos_max, stats.cos_mean):
+        assert 0.999 <= sign * cosine.item() <= 1
+
+
+def test_rows_of_a_kernel_by_hand_some_see_no_key_and_some_do_not_count():
+    # [b h t] = [2 1 3]: the last row of the first sequence sees no key, the first row of the second does not count.
+    rows = KernelRows(
+        largest=torch.tensor([[[1.0, 5.0, -torch.inf]], [[9.0, 2.0, 3.0]]]),
+        lse=torch.tensor([[[1.0, 6.0, -torch.inf]], [[9.5, 2.5, 3.5]]]),
+        entropy=torch.tensor([[[0.5, 1.5, 0.0]], [[7.0, 0.25, 0.75]]]),
+    )
+    for counted, numbers in (
+        ([[True, True, True], [False, True, True]], (4, 5.0, 0.75, 0.25)),
+        ([[True, False, False], [False] * 3], (1, 1.0, 0.5, 0.5)),
+        ([[False] * 3] * 2, (0, -torch.inf, 0.0, torch.inf)),
+    ):
+        stats = reduce_kernel_rows(rows, torch.tensor(counted), 1)
+        values = stats.n_queries, stats.max_logit, stats.entropy, stats.entropy_min
+        assert tuple(x.item() for x in values) == numbers
+    lost = torch.tensor([[[torch.nan, 1.0]]])
+    stats = reduce_kernel_rows(KernelRows(lost, lost, lost), None, 1)
+    assert stats.max_logit.isnan().all()
+
+
+def test_what_a_key_holds_that_no_row_sees_is_in_no_number():
+    q, k = randn(0, 2, 2, 3, 8), randn(1, 2, 1, 4, 8)
+    shown = torch.tensor([True, False, True, True])
+    spoilt = k.masked_fill(~shown[:, None], torch.nan)
+    stats, again = (
+        logit_stats(make_call(AttentionSpec(), q, x, x, causal=False, mask=shown))
+        for x in (k, spoilt)
+    )
+    same(again, stats)
+    norms = k[:, 0, shown].norm(dim=-1)
+    assert stats.n_keys.item() == norms.numel()
+    assert stats.key_norm.item() == pytest.approx(norms.mean().item())
+    assert stats.key_norm_max.item() == pytest.approx(norms.max().item())
+
+
 # Statistics by class.
+
+
+def test_the_competition_index_takes_classes_last_whatever_comes_before():
+    norms = torch.tensor([[[2.0, 6.0], [1.0, 5.0], [4.0, 4.0]]])
+    counts = torch.tensor([[[1, 1], [1, 0], [2, 3]]])
+    ratio = class_statistics.norm_ratio(norms, counts)
+    torch.testing.assert_close(
+        ratio, torch.tensor([[3.0, math.nan, 1.0]]), equal_nan=True
+    )
 
 
 def classes_of(heads, groups, names="text image"):
