@@ -28,6 +28,7 @@ from qkeel.patching.modes import (
     ModuleTree,
     Uncopied,
     compiler_loaded,
+    fsdp1_kinds,
     hooks_before,
     inferring_shapes,
     outside_checkpoints,
@@ -495,11 +496,11 @@ def owners(model: nn.Module) -> list[object]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the user's module inside the wrappers of torch.compile, DistributedDataParallel and DataParallel."""
+    """Returns the user's module inside the wrappers of torch.compile, DistributedDataParallel, DataParallel and
+    FullyShardedDataParallel."""
+    kinds = nn.parallel.DistributedDataParallel, nn.DataParallel, *fsdp1_kinds()
     while True:
         model = uncompiled(model)
-        if not isinstance(
-            model, (nn.parallel.DistributedDataParallel, nn.DataParallel)
-        ):
+        if not isinstance(model, kinds):
             return model
-        model = model.module
+        model = model.module  # pyright: ignore[reportAssignmentType]

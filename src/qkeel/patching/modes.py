@@ -188,8 +188,8 @@ def unguarded(act: Callable[..., T], *args: object) -> T:
 # nn.Module's public methods list the entries or set one entry at a time. They neither preserve the order of restored
 # entries nor identify hooks.
 
-# Attribute names of the wrapped module in activation checkpointing and torch.compile.
-WRAPPED_AS = ("_checkpoint_wrapped_module", "_orig_mod")
+# Attribute names of the wrapped module in activation checkpointing, torch.compile and FSDP1.
+WRAPPED_AS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 TABLES = ("_parameters", "_modules", "_buffers")
 
 
@@ -634,6 +634,12 @@ def collective_of(operator: object, args: Sequence[object]) -> tuple[int, ...] |
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _BETWEEN_TWO = re.compile("send|recv")
+
+
+def fsdp1_kinds() -> tuple[type[nn.Module], ...]:
+    """Returns the class FullyShardedDataParallel, or nothing if it was not imported, which takes as long as half of torch."""
+    home = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    return () if home is None else (home.FullyShardedDataParallel,)
 
 
 @contextmanager
