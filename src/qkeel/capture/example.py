@@ -208,8 +208,8 @@ class ModuleStack:
         self._keep = keep_inputs
         self._guard = guard
         self.root = self.top = ModuleCall(name="", module=model, parent=None)
-        # Called with a module's call that ends.
-        self.ended: Callable[[ModuleCall], None] = lambda frame: None
+        # Called with a module's call that ends, if anything is to be called.
+        self.ended: Callable[[ModuleCall], None] | None = None
 
     def attach(self, undo: ExitStack) -> None:
         """Installs hooks on the modules until `undo` is closed."""
@@ -274,7 +274,8 @@ class ModuleStack:
         frame = self.top
         while frame.parent is not None:
             if frame.module is module:
-                self.ended(frame)
+                if self.ended is not None:
+                    self.ended(frame)
                 self.top = frame.parent
                 return
             frame = frame.parent

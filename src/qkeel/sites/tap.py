@@ -24,7 +24,7 @@ from qkeel.capture.random_streams import RandomStreams
 from qkeel.errors import caution
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
-from qkeel.kernels.statistics import is_over, only_extremes, plain_rows
+from qkeel.kernels.statistics import is_over, plain_rows
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import ForwardPasses, extra_pass
 from qkeel.patching.modes import (
@@ -414,7 +414,7 @@ class Tap(Handle):
             held.stats = SiteStatistics()
             for site in self.sites:
                 top = torch.full((site.n_heads,), bound)
-                held.stats.add(site.name, only_extremes(top), None)
+                held.stats.add(site.name, top, None)
             held.calls = (self._bounds and self._bounds.calls) or 0
             return None
         look = ObservedPass(self, candidate=held.candidate)
