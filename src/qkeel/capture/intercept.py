@@ -33,7 +33,7 @@ from qkeel.capture.described import DescribedSite, DescribedSiteHooks
 from qkeel.capture.eager import EagerAttentionTracer, products_of
 from qkeel.capture.example import ModuleCall, ModuleStack
 from qkeel.capture.logsumexp import attention_with_logsumexp
-from qkeel.capture.named_attention import BY_NAME, name_held
+from qkeel.capture.named_attention import BY_NAME, hold_name_in
 from qkeel.capture.readers import (
     FLASH_AND_FLEX,
     FUSED,
@@ -55,8 +55,8 @@ from qkeel.capture.score_calls import (
 from qkeel.capture.tags import Lost, Scores
 from qkeel.capture.user_hooks import (
     changing_code,
+    hide_recording_hooks,
     recording_code,
-    recording_unobserved,
 )
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows
@@ -281,9 +281,11 @@ class CaptureMode(CallObserver):
             described.attach(around)
         around.callback(self.handwritten.tags.clear)
         around.callback(self.end)
-        self.stack.ended = self._module_ended
-        self._knows_name = around.enter_context(name_held())
+        self._knows_name = hold_name_in(around)
         sought = [only for _, only in (self._only_in or {"": (None, None)}).values()]
+        # Calls that are read by their name alone leave nothing that waits for the end of their module.
+        if not self._knows_name or any([only != BY_NAME for only in sought]):
+            self.stack.ended = self._module_ended
         exchanges = any([only is None or only & _EXCHANGED for only in sought])
         around.enter_context(observed_by(self, exchanges=exchanges))
         if modules is None:
@@ -291,7 +293,7 @@ class CaptureMode(CallObserver):
         self._recording = recording_code(self.stack.root.module)
         if self._search is not None:
             self._changing = changing_code(self.stack.root.module.modules())
-        around.enter_context(recording_unobserved(modules))
+        hide_recording_hooks(modules, around)
         self.wants_logsumexp = self.bounded is not None
         if self._only_in is None:
             self.stack.attach(around)
@@ -313,11 +315,11 @@ class CaptureMode(CallObserver):
 
     def end(self) -> None:
         """Reports what is still waiting; the pass is over, or about to be."""
-        if self.handwritten.is_open:
+        if self.handwritten.latest or self.handwritten.waiting:
             self.guard(self.apart, self.handwritten.end_all)
 
     def _module_ended(self, frame: ModuleCall) -> None:
-        if self.handwritten.is_open:
+        if self.handwritten.latest or self.handwritten.waiting:
             self.apart(lambda: self.handwritten.end(frame))
 
     def _enter_module(
@@ -341,18 +343,17 @@ class CaptureMode(CallObserver):
 
     def _leave_module(self, module: nn.Module, args: object, output: object) -> None:
         if threading.get_ident() == self._thread and self._outer:
-            self._leave()
+            if not self.reads_names:
+                take_off(self)
+            self.only, self.reads_names = self._outer.pop()
             self.stack.pop(module, args, output)
-
-    def _leave(self) -> None:
-        if not self.reads_names:
-            take_off(self)
-        self.only, self.reads_names = self._outer.pop()
 
     def _leave_all(self) -> None:
         """Cleans up after an interrupt, which ends a pass without calling the hooks."""
         while self._outer:
-            self._leave()
+            if not self.reads_names:
+                take_off(self)
+            self.only, self.reads_names = self._outer.pop()
 
     def __torch_function__(
         self,
@@ -433,9 +434,12 @@ class CaptureMode(CallObserver):
         top = self.stack.top
         name = name_of(top, top.calls) if top.calls else top.name
         heads = self.key_heads.get(name)
-        if self.only is None or self._described or heads is None or transformed_now():
+        if self.only is None or self._described or heads is None:
             return False
-        if self._is_recording():
+        # Inside a transform no kernel has handed out logsumexps.
+        if lse is None and transformed_now():
+            return False
+        if self._recording and self._is_recording():
             return False
         plain, mask = None, args[3] if len(args) > 3 else kwargs.get("attn_mask")
         if mask is None and 3 <= len(args) <= 5:
@@ -631,13 +635,11 @@ class CaptureMode(CallObserver):
         """True inside a module whose attention is reported in another way."""
         if _in_own(frame) or any(f.name in self._described for f in frame.line()):
             return True
-        return self._is_recording()
+        return bool(self._recording) and self._is_recording()
 
     def _is_recording(self) -> bool:
         """True inside a hook of the user's that records."""
-        return bool(self._recording) and any(
-            frame.f_code in self._recording for frame in running_frames()
-        )
+        return any(frame.f_code in self._recording for frame in running_frames())
 
     def _tell_of_hook(self, site: str) -> None:
         """Says once of a hook that its attention is measured, as it takes part in what the model computes."""

@@ -9,7 +9,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, final
 
 from torch import nn
@@ -95,9 +95,7 @@ def hooks_held_back(
             table.clear()
             table.update(hooks)
         for table, key, hook in held:
-            # The pass may have removed the hook.
-            if key in table:
-                table[key] = hook
+            _put_back(table, key, hook)
 
 
 @final
@@ -112,10 +110,9 @@ class _Unobserved:
             return self.hook(*args, **kwargs)
 
 
-@contextmanager
-def recording_unobserved(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """A context in which forward hooks of modules that return nothing, or an argument of theirs, run unobserved:
-    attention that they compute from what they see, as probes that log weights do, is none of the model's."""
+def hide_recording_hooks(modules: Iterable[nn.Module], around: ExitStack) -> None:
+    """Makes forward hooks of modules that return nothing, or an argument of theirs, run unobserved until `around` is
+    closed: attention that they compute from what they see, as probes that log weights do, is none of the model's."""
     wrapped = [
         (table, key, hook)
         for table in (*global_hooks(), *hook_tables(modules))
@@ -125,13 +122,15 @@ def recording_unobserved(modules: Iterable[nn.Module]) -> Iterator[None]:
     ]
     for table, key, hook in wrapped:
         table[key] = _Unobserved(hook)
-    try:
-        yield
-    finally:
-        for table, key, hook in wrapped:
-            # The pass may have removed the hook.
-            if key in table:
-                table[key] = hook
+        around.callback(_put_back, table, key, hook)
+
+
+def _put_back(
+    table: dict[int, Callable[..., Any]], key: int, hook: Callable[..., Any]
+) -> None:
+    # The pass may have removed the hook.
+    if key in table:
+        table[key] = hook
 
 
 def recording_code(model: nn.Module) -> frozenset[types.CodeType]:
@@ -200,7 +199,7 @@ def returns_nothing(hook: Callable[..., Any], *, or_argument: bool = False) -> b
     other = {**called.builtins, **called.globals, **called.nonlocals}.get(result)
     if isinstance(other, types.FunctionType):
         return _result(other.__code__, or_argument) is True
-    return other in (print, setattr, delattr)
+    return any(other is function for function in (print, setattr, delattr))
 
 
 @functools.lru_cache(maxsize=256)

@@ -165,24 +165,31 @@ def plain_rows(q: Tensor, k: Tensor, scale: float, causal: bool) -> CallRows | N
 
 
 @torch.no_grad()
-def reduce_calls(calls: Sequence[CallRows]) -> dict[tuple[int, ...], LogitStats]:
-    """Returns the `logit_stats` of calls by their indices. Calls of the same shapes are reduced together, as one with
-    all their heads, because each of some thirty operators costs microseconds, or a launch, whatever its size."""
-    groups: dict[object, list[int]] = {}
+def reduce_calls(
+    calls: Sequence[CallRows | Float[Tensor, " h"]],
+) -> dict[tuple[int, ...], LogitStats]:
+    """Returns the `logit_stats` of calls by their indices; of a call that is given by its heads' largest logits, these
+    alone. Calls of the same shapes are reduced together, as one with all their heads, because each of some thirty
+    operators costs microseconds, or a launch, whatever its size."""
+    stats = {}
+    groups: dict[object, dict[int, CallRows]] = {}
+    maxima: dict[object, dict[int, Tensor]] = {}
     for i, call in enumerate(calls):
+        if isinstance(call, Tensor):
+            form = (call.shape, call.dtype, call.device)
+            maxima.setdefault(form, {})[i] = call
+            continue
         form = (
-            call.fields.shape,
-            call.k_norm.shape,
-            call.fields.dtype,
-            call.fields.device,
+            *(call.fields.shape, call.k_norm.shape),
+            *(call.fields.dtype, call.fields.device),
         )
         # Masks are the same if they are one object: comparing them would read them.
-        groups.setdefault((*form, id(call.counted), call.keys_seen is None), []).append(
-            i
-        )
-    stats = {}
+        form = (*form, id(call.counted), call.keys_seen is None)
+        groups.setdefault(form, {})[i] = call
+    for largest in maxima.values():
+        stats[tuple(largest)] = only_extremes(torch.cat([*largest.values()]))
     for group in groups.values():
-        rows = [calls[i] for i in group]
+        rows = [*group.values()]
         keys_seen = [call.keys_seen for call in rows if call.keys_seen is not None]
         stats[tuple(group)] = reduce_fields(
             torch.cat([call.fields for call in rows], 2),
@@ -213,18 +220,17 @@ def is_over(lse: float, threshold: float) -> bool:
     return not lse <= threshold * (1 - _ROUNDED)
 
 
-@torch.no_grad()
-def bounded_max_stats(
+def bounded_maxima(
     lse: PerRow,
     threshold: float,
     plain: tuple[Tensor, Tensor, float, bool] | None,
-) -> LogitStats | None:
+) -> Float[Tensor, " h"] | None:
     """The largest logits of heads that may exceed a threshold, and of other heads their largest logsumexp.
 
     max_j s_ij ≤ log Σ_j exp(s_ij), so a head whose logsumexps stay under the threshold has no logit over it.
 
     Args:
-        lse: the logsumexp of each row, on a CPU.
+        lse: the logsumexp of each row, on a CPU and without a graph.
         threshold: above 0, in nats.
         plain: q [b h t d], k [b g s d], scale and causality of the call.
 
@@ -235,7 +241,7 @@ def bounded_max_stats(
     limit = threshold * (1 - _ROUNDED)
     # Without a loop in Python where nothing is over; NaN is not under.
     if all(map(float(limit).__ge__, bound.tolist())):
-        return only_extremes(bound)
+        return bound
     if plain is None:
         return None
     q, k, scale, is_causal = plain
@@ -243,8 +249,9 @@ def bounded_max_stats(
         return None
     over = (~(bound <= limit)).nonzero()[:, 0]
     keys = over // (q.shape[1] // k.shape[1])
-    largest, _ = logit_pass.plain_extremes(q[:, over], k[:, keys], scale, is_causal)
-    return only_extremes(bound.to(largest).index_copy(0, over, largest.amax((0, 2))))
+    with torch.no_grad():
+        largest, _ = logit_pass.plain_extremes(q[:, over], k[:, keys], scale, is_causal)
+    return bound.to(largest).index_copy(0, over, largest.amax((0, 2)))
 
 
 @torch.no_grad()

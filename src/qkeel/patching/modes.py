@@ -36,6 +36,7 @@ from torch.overrides import (
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
 )
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
@@ -443,7 +444,7 @@ def pickle_by(
 # Torch operators without a public function: attention kernels, and operators over lists.
 
 # They return (output, row logsumexps, ...); F.scaled_dot_product_attention returns only the output.
-flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_on_cpu: Callable[..., Any] = torch._scaled_dot_product_flash_attention_for_cpu
 flash_on_cpu_backward = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 )
@@ -690,6 +691,9 @@ def shard_alike(model: nn.Module, part: nn.Module, near: Tensor) -> None:
     support the part: it cannot split scalars, and it accepts no new part on a mesh that it shares with tensor
     parallelism.
     """
+    # Nearly always, and of every part that is added to a model; a walk over its modules takes longer than the part.
+    if not is_traceable_wrapper_subclass(near):
+        return
     modules = _sharded_modules(model)
     groups = [group for module in modules for group in _parameter_groups(module)]
     home = next(

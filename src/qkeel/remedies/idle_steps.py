@@ -9,9 +9,9 @@ import torch
 from qkeel import distributed as dist
 from qkeel.errors import caution
 from qkeel.handle import Handle, compose
-from qkeel.patching.autograd import version_of
-from qkeel.patching.forward import ForwardPasses
-from qkeel.patching.modes import ModuleTree, unguarded
+from qkeel.patching.autograd import writes_to
+from qkeel.patching.forward import DormantHook, in_extra_pass
+from qkeel.patching.modes import ModuleTree
 from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import Remedy, Target, active_on
 
@@ -30,6 +30,7 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
     modules = [weakref.ref(site.module) for site in target.sites]
     names = list(dict.fromkeys(s.parameter for s in target.logit_slices()))
     weights, tree = [target.parameter(name) for name in names], ModuleTree(model)
+    ids = {*map(id, weights)}
     # The sum of the weights' versions before the last pass, if no step of the optimizer followed it.
     version: int | None = None
     passes, has_warned = 0, False
@@ -41,17 +42,15 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
     def before_pass(*_: object) -> None:
         nonlocal version, passes, has_warned
         # Without gradients it is no training, and may run other weights, as an average of them.
-        if has_warned or not torch.is_grad_enabled():
+        if has_warned or not torch.is_grad_enabled() or in_extra_pass():
             return
-        earlier, version = version, sum(map(version_of, weights))
+        earlier, version = version, writes_to(weights)
         # Weights that stay as they are mean accumulated gradients, however many passes there are.
         passes += earlier not in (None, version)
         # fully_shard exchanges parameters during passes. Elsewhere in the model is fine, as under a parametrization that
         # was added later.
-        present = {*map(id, tree.parameters())}
-        is_replaced = any(
-            id(x) not in present and not dist.is_split(x) for x in weights
-        )
+        missing = ids.difference(map(id, tree.parameters()))
+        is_replaced = any([not dist.is_split(x) for x in weights if id(x) in missing])
         if not is_replaced and passes < _PASSES:
             return
         has_warned = True
@@ -75,5 +74,5 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
             caution(f"{remedy.name} has no effect: {reason}")
 
     steps = optimizer.register_step_post_hook(in_real_steps(after_step))
-    hooks = ForwardPasses(model, before_pass, lambda *_: None, guard=unguarded)
-    return compose([hooks, Handle(steps.remove)])
+    calls = model.register_forward_pre_hook(DormantHook(before_pass), with_kwargs=True)
+    return compose([Handle(calls.remove), Handle(steps.remove)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, final
 from weakref import WeakKeyDictionary
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from qkeel.capture.calls import maxima
+from qkeel.capture.calls import joint_statistics, maxima
 from qkeel.errors import RefusedError, caution
 from qkeel.functional.bounds import qk_clip_gamma
 from qkeel.handle import Handle, compose
@@ -300,8 +300,9 @@ class _Clip:
         self.tap.settle()
         # What was not trained is dropped.
         self.tap.take("eval")
-        maxima = self._maxima()
-        self._has_maxima |= bool(maxima)
+        measured = self.tap.take("train")
+        names = self._names_at_apply(measured)
+        self._has_maxima |= bool(names)
         is_first = optimizer is self._first()
         if (
             is_first
@@ -320,13 +321,15 @@ class _Clip:
         # After a step the caches are cold and a torch operation takes 50 µs, so the usual case uses none.
         infinite = found_inf(optimizer)
         is_usual = infinite is None and not self.shared.several and self.kept is None
-        if not is_usual or any(map(self._is_over, maxima.values())):
+        # All heads of alike sites lie in one tensor.
+        largest = [stats.max_logit for stats in joint_statistics(measured).values()]
+        if not is_usual or any(map(self._is_over, largest)):
+            maxima = {name: measured[x].max_logit for x, name in names.items()}
             self._set_factors(self.shared.over_all(maxima), infinite)
         self._scale(optimizer)
 
-    def _maxima(self) -> dict[str, Tensor]:
-        """Returns the largest logits since the last step by the names that sites had when the clip was applied."""
-        measured = self.tap.take("train")
+    def _names_at_apply(self, measured: Iterable[str]) -> dict[str, str]:
+        """Returns, by the names of the sites that were measured, those that they had when the clip was applied."""
         new = {name.partition("#")[0] for name in measured} - self._known
         if new:
             self._known |= new
@@ -341,12 +344,13 @@ class _Clip:
                     f"qk_clip does not clip {', '.join(added)}, which was put into the model later: remove() the "
                     "handle and apply qk_clip again"
                 )
-        maxima = {}
-        for name, stats in measured.items():
+        if not self._earlier_names:
+            return {name: name for name in measured}
+        names = {}
+        for name in measured:
             module, mark, number = name.partition("#")
-            earlier = self._earlier_names.get(module, module)
-            maxima[f"{earlier}{mark}{number}"] = stats.max_logit
-        return maxima
+            names[name] = f"{self._earlier_names.get(module, module)}{mark}{number}"
+        return names
 
     @torch.no_grad()
     def before_pass(self, *_: object) -> None:

@@ -32,6 +32,7 @@ from qkeel.capture.example import (
     undisturbed,
 )
 from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
+from qkeel.capture.named_attention import BY_NAME
 from qkeel.capture.visible_pattern import VisiblePattern, told_apart, visible_pattern
 from qkeel.errors import (
     InvalidValueError,
@@ -59,6 +60,7 @@ from qkeel.sites.alone import (
     unnoticed,
 )
 from qkeel.sites.graph import names_of
+from qkeel.sites.observed_pass import Places
 from qkeel.sites.run import check_devices, forward, spread, whole_weights
 from qkeel.sites.site import (
     INDEX,
@@ -661,10 +663,26 @@ def call_observer(
     model: nn.Module,
     sites: Sequence[AttentionSite],
     report: Callable[[CapturedCall], None],
+    trace: ModelTrace | None = None,
 ) -> CaptureMode:
-    """What reports the attention calls of a pass, under the names of known sites."""
+    """What reports the attention calls of a pass, under the names of known sites.
+
+    With the trace of an earlier pass, only the modules of the sites are observed, and calls that came by the name of
+    torch's function are read by it: one that comes in another way, or elsewhere, is then not reported."""
     facts = KnownSites.of(sites)
-    mode = CaptureMode(model, report, layouts=facts.layouts)
+    only_in: Places | None = None
+    # Callers are told apart by what they have called before.
+    if trace is not None and facts.by_caller is None:
+        only_in = {}
+        for site in sites:
+            calls = trace.calls.get(site.name)
+            functions = BY_NAME if calls and calls[0].captured.by_name else None
+            name = site.name.partition("#")[0]
+            _, earlier = only_in.get(name, (site.module, functions))
+            only_in[name] = site.module, functions and earlier
+        if "" in only_in:
+            only_in = None
+    mode = CaptureMode(model, report, layouts=facts.layouts, only_in=only_in)
     mode.key_heads = facts.key_heads
     # A module that several callers share makes a site for each of them.
     mode.stack.by_caller = facts.by_caller
