@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
 from qkeel import distributed as dist
@@ -27,7 +25,8 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
     longer parameters of the model. There is no warning if the same remedy has been applied anew."""
     optimizer = target.need_optimizers(remedy.name)[0]
     model, kind = target.model, type(optimizer).__name__
-    modules = [weakref.ref(site.module) for site in target.sites]
+    # No more than the hook of the model holds anyway, in their weights.
+    modules = [site.module for site in target.sites]
     names = list(dict.fromkeys(s.parameter for s in target.logit_slices()))
     weights, tree = [target.parameter(name) for name in names], ModuleTree(model)
     ids = {*map(id, weights)}
@@ -65,12 +64,8 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
                 "with a new layer. Change them before qkeel.apply, or remove() the handle and apply "
                 f"{remedy.name} again with an optimizer of the new weights"
             )
-        applied = [
-            active_on(module).get(remedy.name)
-            for reference in modules
-            if (module := reference()) is not None
-        ]
-        if all(active is None or active is remedy for active in applied):
+        applied = [active_on(module).get(remedy.name, remedy) for module in modules]
+        if all(active is remedy for active in applied):
             caution(f"{remedy.name} has no effect: {reason}")
 
     steps = optimizer.register_step_post_hook(in_real_steps(after_step))
