@@ -7,12 +7,10 @@ import collections
 import copy
 import dataclasses
 import functools
-import random
 import types
 from collections.abc import (
     Callable,
     Collection,
-    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -20,7 +18,6 @@ from collections.abc import (
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +28,7 @@ from qkeel.capture.contents import (
     keep_values,
     reachable,
 )
+from qkeel.capture.random_streams import RandomStreams
 from qkeel.capture.user_hooks import OutsideStores, hooks_held_back, is_of_library
 from qkeel.errors import InvalidTypeError
 from qkeel.patching.modes import (
@@ -378,28 +376,6 @@ def _is_fixed(value: object) -> bool:
     )
 
 
-@contextmanager
-def same_random_streams(devices: Sequence[int] = ()) -> Iterator[None]:
-    """A context that restores the random generators of Python, NumPy and torch, on the CPU and on the given GPUs."""
-    with ExitStack() as undo, torch.random.fork_rng(devices=devices):
-        undo.callback(random.setstate, random.getstate())
-        undo.callback(np.random.set_state, np.random.get_state())
-        yield
-
-
-def seed_random_streams(model: nn.Module) -> None:
-    """Seeds the generators that `restored` puts back, and no others: torch.manual_seed seeds those of every GPU."""
-    torch.default_generator.manual_seed(0)
-    for device in _gpus_of(model.parameters()):
-        torch.cuda.default_generators[device].manual_seed(0)
-
-
-def _gpus_of(parameters: Iterable[nn.Parameter]) -> list[int]:
-    """The indices of the GPUs that hold these parameters."""
-    devices = {p.device for p in parameters}
-    return sorted({x.index or 0 for x in devices if x.type == "cuda"})
-
-
 Undo = Callable[[], None]
 
 
@@ -427,15 +403,13 @@ def restored(model: nn.Module, *, weights: bool = True) -> Iterator[Undo]:
     weights: False leaves the parameters as they are at the end, for weights that are fitted in the context."""
     modules = [*modules_of(model).values()]
     parameters = parameters_in(modules)
-    devices = _gpus_of(parameters)
+    streams = RandomStreams(parameters)
     # Those that every module has, such as hooks and parameters, which sharded models exchange in a pass.
     torchs_own = vars(nn.Module()).keys()
     with ExitStack() as undo:
-        streams = undo.enter_context(ExitStack())
-        streams.enter_context(same_random_streams(devices))
-        kept = [
-            restore for module in modules for restore in _state_of(module, torchs_own)
-        ]
+        kept = [streams.restore]
+        for module in modules:
+            kept += _state_of(module, torchs_own)
         attributes = [
             value
             for module in modules
@@ -455,8 +429,6 @@ def restored(model: nn.Module, *, weights: bool = True) -> Iterator[Undo]:
             kept.append(keep_parameters(parameters))
 
         def again() -> None:
-            streams.close()
-            streams.enter_context(same_random_streams(devices))
             for restore in reversed(kept):
                 restore()
 

@@ -15,6 +15,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from types import CodeType
 from typing import Any, Protocol, Self
 
 import torch
@@ -52,7 +53,11 @@ from qkeel.capture.score_calls import (
     scores_call,
 )
 from qkeel.capture.tags import Lost, Scores
-from qkeel.capture.user_hooks import hide_recording_hooks
+from qkeel.capture.user_hooks import (
+    changing_code,
+    hide_recording_hooks,
+    recording_code,
+)
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows
 from qkeel.nn import functional_attention
@@ -69,6 +74,7 @@ from qkeel.patching.modes import (
     push_mode,
     put_hooks,
     remove_hooks,
+    running_frames,
     take_off,
     transformed_now,
     unguarded,
@@ -196,6 +202,10 @@ class CaptureMode(CallObserver):
         # Called with the logsumexps of an SDPA call's rows, where its kernel hands them out, and with q, k, scale and
         # causality unless there is a mask; returns whether no further reading of the call is needed.
         self.bounded: Callable[[str, Tensor, PlainCall | None], bool] | None = None
+        # The code of the user's hooks on the model that record, and, where sites are looked for, of hooks that change
+        # values.
+        self._recording: frozenset[CodeType] = frozenset()
+        self._changing: dict[CodeType, nn.Module] = {}
         # The calls of the modules in `only_in`.
         self.called_in: list[ModuleCall] = []
         self.unread: list[UnrecognizedAttention] = []
@@ -280,6 +290,9 @@ class CaptureMode(CallObserver):
         around.enter_context(observed_by(self, exchanges=exchanges))
         if modules is None:
             modules = self.stack.root.module.modules()
+        self._recording = recording_code(self.stack.root.module)
+        if self._search is not None:
+            self._changing = changing_code(self.stack.root.module.modules())
         hide_recording_hooks(modules, around)
         self.wants_logsumexp = self.bounded is not None
         if self._only_in is None:
@@ -425,6 +438,8 @@ class CaptureMode(CallObserver):
             return False
         # Inside a transform no kernel has handed out logsumexps.
         if lse is None and transformed_now():
+            return False
+        if self._recording and self._is_recording():
             return False
         plain, mask = None, args[3] if len(args) > 3 else kwargs.get("attn_mask")
         if mask is None and 3 <= len(args) <= 5:
@@ -575,6 +590,8 @@ class CaptureMode(CallObserver):
             rows=rows,
             by_name=self.by_name,
         )
+        if self._changing:
+            self._tell_of_hook(captured.name)
         self._report(captured)
         return captured.name
 
@@ -616,7 +633,24 @@ class CaptureMode(CallObserver):
 
     def _elsewhere(self, frame: ModuleCall) -> bool:
         """True inside a module whose attention is reported in another way."""
-        return _in_own(frame) or any(f.name in self._described for f in frame.line())
+        if _in_own(frame) or any(f.name in self._described for f in frame.line()):
+            return True
+        return bool(self._recording) and self._is_recording()
+
+    def _is_recording(self) -> bool:
+        """True inside a hook of the user's that records."""
+        return any(frame.f_code in self._recording for frame in running_frames())
+
+    def _tell_of_hook(self, site: str) -> None:
+        """Says once of a hook that its attention is measured, as it takes part in what the model computes."""
+        for frame in running_frames():
+            module = self._changing.get(frame.f_code)
+            if module is not None:
+                del self._changing[frame.f_code]
+                caution(
+                    f"attention in a forward hook on a {type(module).__name__} ({frame.f_code.co_name}) is measured as "
+                    f"the site {site!r}, because the hook returns a value; a hook that returns nothing is left out"
+                )
 
 
 def _adds_zeros(

@@ -133,6 +133,33 @@ def _put_back(
         table[key] = hook
 
 
+def recording_code(model: nn.Module) -> frozenset[types.CodeType]:
+    """The code of the hooks before a model's forward that record: torch has made the list of hooks that it calls by the
+    time when one of them begins a pass, so that these can't be replaced."""
+    before, _ = global_hooks()
+    codes = set()
+    for table in (before, hooks_before(model)):
+        for key, hook in table.items():
+            function = _function_of(hook)
+            if not isinstance(function, types.FunctionType) or type(key) is not int:
+                continue
+            if _records(hook):
+                codes.add(function.__code__)
+    return frozenset(codes)
+
+
+def changing_code(modules: Iterable[nn.Module]) -> dict[types.CodeType, nn.Module]:
+    """The code of the program's own forward hooks that change values, and the module of each."""
+    codes: dict[types.CodeType, nn.Module] = {}
+    for module in modules:
+        for table in (hooks_before(module), hooks_after(module)):
+            for _, hook in _own_hooks(table):
+                function = _function_of(hook)
+                if isinstance(function, types.FunctionType) and not _records(hook):
+                    codes[function.__code__] = module
+    return codes
+
+
 def _records(hook: Callable[..., Any]) -> bool:
     """True if a hook is the program's, may compute attention, and changes no value."""
     is_needed = isinstance(hook, _Unobserved) or _is_of(_WITH_NEEDED_HOOKS, hook)
@@ -170,10 +197,10 @@ def returns_nothing(hook: Callable[..., Any], *, or_argument: bool = False) -> b
         called = inspect.getclosurevars(function)
     except ValueError:
         return False
-    other = {**called.globals, **called.nonlocals}.get(result)
-    return isinstance(other, types.FunctionType) and (
-        _result(other.__code__, or_argument) is True
-    )
+    other = {**called.builtins, **called.globals, **called.nonlocals}.get(result)
+    if isinstance(other, types.FunctionType):
+        return _result(other.__code__, or_argument) is True
+    return any(other is function for function in (print, setattr, delattr))
 
 
 @functools.lru_cache(maxsize=256)

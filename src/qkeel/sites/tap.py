@@ -15,12 +15,12 @@ from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics, statistics
 from qkeel.capture.example import (
     LastPass,
     copied,
-    seed_random_streams,
     tensors,
     undisturbed,
 )
 from qkeel.capture.intercept import CapturedCall, CaptureMode, Search
 from qkeel.capture.named_attention import CompiledBounds
+from qkeel.capture.random_streams import RandomStreams
 from qkeel.errors import caution
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
@@ -364,7 +364,8 @@ class Tap(Handle):
         is_bounded = is_compiled and self._bounds is not None and dist.world() == 1
         if is_bounded and self._bounds is not None and self._bounds.begin():
             # If a logit may be over the threshold, the pass is made again with the same random numbers and inputs.
-            held.random = torch.get_rng_state()
+            first = self.tree.first_parameter()
+            held.random = RandomStreams([] if first is None else [first])
             held.versions = _versions(args, kwargs)
             return
         self._running = running = ObservedPass(self, candidate=candidate)
@@ -380,10 +381,10 @@ class Tap(Handle):
         args: Args,
         kwargs: Kwargs,
         is_seeded: bool = False,
-        random: Tensor | None = None,
+        random: RandomStreams | None = None,
     ) -> object:
-        """Makes a pass of the model eagerly and returns its output. `is_seeded` seeds the random generators; `random` is the
-        state of the CPU's."""
+        """Makes a pass of the model eagerly and returns its output. `is_seeded` seeds the random generators; `random` puts
+        them back to an earlier state."""
         with (
             extra_pass(self),
             torch.no_grad(),
@@ -391,9 +392,9 @@ class Tap(Handle):
             undisturbed(self.model),
         ):
             if is_seeded:
-                seed_random_streams(self.model)
+                RandomStreams(self.model.parameters()).seed()
             if random is not None:
-                torch.set_rng_state(random)
+                random.restore()
             try:
                 with ExitStack() as around:
                     look.begin(None, around)
@@ -509,7 +510,7 @@ class _HeldPass:
     candidate: bool = True
     role: PassRole = dataclasses.field(default_factory=PassRole)
     inputs: tuple[Args, Kwargs] | None = None
-    random: Tensor | None = None
+    random: RandomStreams | None = None
     versions: list[int] = dataclasses.field(default_factory=list)
     latest: LastPass | None = None
     stats: SiteStatistics | None = None
