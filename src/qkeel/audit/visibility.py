@@ -20,11 +20,12 @@ from qkeel.audit.contracts import Documents
 from qkeel.audit.saturation import LargestWeights
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import arguments, tensors
+from qkeel.capture.visible_pattern import visible_rows
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.find import site_label
 from qkeel.sites.site import Sites
-from qkeel.sites.weights import blocks_of_weights, captured_calls
+from qkeel.sites.weights import blocks_of_weights, captured_calls, weights_shape
 
 # Of a row on keys it should not see, under which nothing is said.
 LEAST_WEIGHT = 1e-3
@@ -160,14 +161,6 @@ def padded_keys(kwargs: Mapping[str, Any]) -> Bool[Tensor, "b t"] | None:
         ):
             return mask
     return None
-
-
-def visible_rows(call: Seen, rows: slice) -> Bool[Tensor, "b h r s"] | None:
-    """Which keys some rows of a call see; dimensions that are shared may be 1. None if they see all."""
-    if isinstance(call, ScoresCall):
-        hidden = call.hidden_in(rows)
-        return None if hidden is None else ~hidden
-    return call.visible(rows, slice(0, call.k.shape[2]))
 
 
 def seen_keys(
@@ -360,20 +353,11 @@ def visible_pairs(call: Seen) -> Tensor:
 
     A call of packed sequences has one batch entry that holds them all.
     """
-    if isinstance(call, ScoresCall):
-        shape = call.capped.shape
-        visible = (
-            torch.ones(shape, dtype=torch.bool)
-            if call.hidden is None
-            else ~call.hidden.cpu()
-        )
-        return visible.expand(shape)
-    t, s = call.q.shape[2], call.k.shape[2]
-    visible = call.visible(slice(0, t), slice(0, s))
-    visible = (
-        torch.ones(1, 1, t, s, dtype=torch.bool) if visible is None else visible.cpu()
-    )
-    return visible.expand(*visible.shape[:2], t, s)
+    _, _, t, s = weights_shape([call])
+    visible = visible_rows(call, slice(0, t))
+    if visible is None:
+        return torch.ones(1, 1, t, s, dtype=torch.bool)
+    return visible.cpu().expand(*visible.shape[:2], t, s)
 
 
 def describe_visible(visible: Tensor) -> tuple[str, int | None]:
