@@ -293,7 +293,7 @@ def findings(
             )
     for kind, words in _UNEXPECTED.items():
         affected = [layer for layer in layers if layer.weight(kind) > LEAST_WEIGHT]
-        if kind == "padding" and _says(unwrapped(model), "is_encoder_decoder"):
+        if kind == "padding" and config_says(unwrapped(model), "is_encoder_decoder"):
             # The mask is the encoder's, and the decoder's own tokens may be as many.
             affected = [x for x in affected if not x.length or x.weight("later")]
         if affected:
@@ -336,11 +336,13 @@ def is_causal_by_config(model: nn.Module) -> bool:
     inner = unwrapped(model)
     has_config = getattr(inner, "config", None) is not None
     is_named = has_config and type(inner).__name__.endswith("ForCausalLM")
-    is_decoder = is_named or _says(inner, "is_decoder") or _says(inner, "is_causal")
-    return is_decoder and not _says(inner, "is_encoder_decoder")
+    is_decoder = (
+        is_named or config_says(inner, "is_decoder") or config_says(inner, "is_causal")
+    )
+    return is_decoder and not config_says(inner, "is_encoder_decoder")
 
 
-def _says(model: nn.Module, key: str) -> bool:
+def config_says(model: nn.Module, key: str) -> bool:
     """Whether a model's configuration has a key that is true."""
     config = getattr(model, "config", None)
     if isinstance(config, Mapping):
