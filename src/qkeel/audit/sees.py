@@ -28,6 +28,7 @@ from qkeel.capture.example import (
     tensors,
     undisturbed,
 )
+from qkeel.capture.random_streams import RandomStreams
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, ShapeError
 from qkeel.metrics import Health, Status
 from qkeel.patching.forward import extra_pass, unwrapped
@@ -235,7 +236,7 @@ class _Passes:
         # These passes are no training: a monitor of the model must not count or record them.
         with torch.no_grad(), extra_pass(self), undisturbed(self.inner):
             # The same dropout in every pass, else everything moves.
-            torch.manual_seed(0)
+            RandomStreams(self.inner.parameters()).seed()
             batch = self.batch(tokens)
             with torch.compiler.set_stance("force_eager") if eager else nullcontext():
                 model = self.inner if eager else self._model

@@ -143,9 +143,9 @@ class EagerAttentionTracer:
         self.ends: dict[str, None] = {}
         # The products that reached a softmax.
         self.weighed: set[tuple[int, int]] = set()
-        self._waiting: list[WaitingCall] = []
+        self.waiting: list[WaitingCall] = []
         # The latest call of each module that runs, by the id of the module's call.
-        self._latest: dict[int, Seen] = {}
+        self.latest: dict[int, Seen] = {}
         self._report = report
         self._known = known
         self._by_graph, self._lists_missed = by_graph, lists_missed
@@ -561,24 +561,24 @@ class EagerAttentionTracer:
             tag, x, dim % x.ndim, frame, known=known, by_graph=self._by_graph
         )
         waiting = WaitingCall(frame, call, is_matrix=x.ndim == 2)
-        self._waiting.append(waiting)
+        self.waiting.append(waiting)
         return waiting
 
     def _waiting_in(self, frame: ModuleCall) -> list[WaitingCall]:
-        return [waiting for waiting in self._waiting if waiting.frame is frame]
+        return [waiting for waiting in self.waiting if waiting.frame is frame]
 
     def _meets_values(self, waiting: WaitingCall) -> str | None:
         """Reports a call unless that was done before, and returns its name."""
-        if waiting not in self._waiting:
+        if waiting not in self.waiting:
             return None
-        earlier = self._waiting[: self._waiting.index(waiting)]
-        self._waiting.remove(waiting)
+        earlier = self.waiting[: self.waiting.index(waiting)]
+        self.waiting.remove(waiting)
         self._report_earlier(waiting.frame, waiting.call, earlier)
         return self._report(waiting.frame, waiting.call)
 
     def before(self, frame: ModuleCall, call: Seen) -> None:
         """Called when a fused call of this module is about to be reported."""
-        self._report_earlier(frame, call, self._waiting)
+        self._report_earlier(frame, call, self.waiting)
 
     def _report_earlier(
         self, frame: ModuleCall, call: Seen, earlier: Sequence[WaitingCall]
@@ -587,21 +587,16 @@ class EagerAttentionTracer:
         Those of the same q and k are dropped: a program looks at its weights so (their entropy, a picture)."""
         of_module = [waiting for waiting in earlier if waiting.frame is frame]
         for waiting in [waiting for waiting in of_module if not waiting.is_matrix]:
-            self._waiting.remove(waiting)
+            self.waiting.remove(waiting)
             if not _are_equal(waiting.call, call):
                 self._report(frame, waiting.call)
-        self._latest[id(frame)] = call
-
-    @property
-    def is_open(self) -> bool:
-        """True if `end` or `end_all` has something to do."""
-        return bool(self._latest or self._waiting)
+        self.latest[id(frame)] = call
 
     def end(self, frame: ModuleCall) -> None:
         """Called when a module's call ends: its weights that met no values may do so in a way that is not seen."""
-        latest = self._latest.pop(id(frame), None)
+        latest = self.latest.pop(id(frame), None)
         for waiting in self._waiting_in(frame):
-            self._waiting.remove(waiting)
+            self.waiting.remove(waiting)
             is_new = latest is None or not _are_equal(waiting.call, latest)
             if is_new and not waiting.is_matrix:
                 self._report(frame, waiting.call)
@@ -609,14 +604,14 @@ class EagerAttentionTracer:
     def forget(self) -> None:
         """Drops everything of a pass that has ended, or that was ended early."""
         self.tags.clear()
-        self._waiting.clear()
-        self._latest.clear()
+        self.waiting.clear()
+        self.latest.clear()
 
     def end_all(self) -> None:
         """Called when the pass is over."""
-        while self._waiting:
-            self.end(self._waiting[0].frame)
-        self._latest.clear()
+        while self.waiting:
+            self.end(self.waiting[0].frame)
+        self.latest.clear()
 
 
 def _are_equal(first: Seen, second: Seen) -> bool:

@@ -187,7 +187,8 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
                 )
 
     located = [*in_model(sites)]
-    for site in located:
+    # Pieces of weights have other rows.
+    for site in () if dist.hides_weights(model) else located:
         for s in (*site.query, *site.key):
             weight = parameters.get(_bare(s.parameter), (None, None))[1]
             n_rows = 0 if weight is None else len(s.rows_of(weight))
