@@ -303,7 +303,11 @@ def test_the_maxima_alone_are_those_of_everything_and_nothing_else_is_recorded(
             )
         assert "max logit" in table
     assert {"max_logit", "entropy"} <= found[True][0].keys()
-    assert {*found["max"][0]} - {"non_finite", "finite_stages"} == {"max_logit"}
+    alone = {*found["max"][0]} - {"non_finite", "finite_stages"}
+    assert alone == {"max_logit", "logit_spread"}
+    for name in alone:
+        values = [found[stats][0][name] for stats in ("max", True)]
+        np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found["max"][1], found[True][1], rtol=1e-5, atol=1e-6)
 
 

@@ -33,7 +33,7 @@ CLASS_DIMENSIONS = {
 # The weight of a number stands in a vector under its name before this.
 WEIGHT = ":weight"
 # They may be known of a head of which nothing was counted.
-EXTREMES = ("max_logit", "min_logit", "capped_max_logit")
+EXTREMES = ("max_logit", "min_logit", "capped_max_logit", "logit_spread")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -423,7 +423,7 @@ class RecordArrays:
         # Only maxima may be known of a head, of which nothing was counted.
         is_known = is_counted | ((n_queries == 0) & (top != -np.inf))
         arrays[NON_FINITE] = np.where(is_known, 1.0 - is_finite, np.nan)
-        for name in ("max_logit", "capped_max_logit"):
+        for name in ("max_logit", "capped_max_logit", "logit_spread"):
             is_unknown = ~is_counted & (arrays[name] == -np.inf)
             arrays[name] = np.where(is_unknown, np.nan, arrays[name])
         # Queries and keys may be unknown where scores are written by hand.
