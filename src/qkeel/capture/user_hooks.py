@@ -141,8 +141,9 @@ def recording_code(model: nn.Module) -> frozenset[types.CodeType]:
     for table in (before, hooks_before(model)):
         for key, hook in table.items():
             function = _function_of(hook)
-            is_read = type(key) is int and isinstance(function, types.FunctionType)
-            if is_read and _records(hook):
+            if not isinstance(function, types.FunctionType) or type(key) is not int:
+                continue
+            if _records(hook):
                 codes.add(function.__code__)
     return frozenset(codes)
 

@@ -347,11 +347,6 @@ class _Clip:
                 for site in self.sites
                 if id(site.module) in names
             }
-            if added := sorted(new - self._earlier_names.keys()):
-                caution(
-                    f"qk_clip does not clip {', '.join(added)}, which was put into the model later: remove() the "
-                    "handle and apply qk_clip again"
-                )
         if not self._earlier_names:
             return {name: name for name in measured}
         names = {}
