@@ -17,6 +17,8 @@ from tests.autopilot.runs import (
     run,
 )
 from torch.nn import functional as F
+from torch.optim import optimizer as optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import qkeel
 from qkeel.autopilot import Action, Decision, Ladder
@@ -100,6 +102,23 @@ def test_one_line_undoes_all_bit_for_bit():
     assert not any(within.left())
     assert within.train(14).losses[14:] == without.train(14).losses
     assert equal(within.bits(), without.bits())
+
+
+@pytest.mark.parametrize("steps", [3, 4])  # one of them ends with a decision
+def test_a_program_that_adds_hooks_in_each_step_finds_none_of_an_autopilots_left(steps):
+    within, added = run(), []
+
+    def add(*_):
+        added.append(register_optimizer_step_post_hook(lambda *_: None))
+
+    within.optimizer.register_step_post_hook(add)
+    before = len(optim._global_optimizer_post_hooks)
+    within.train(0, steps)
+    within.pilot.close()
+    for hook in added:
+        hook.remove()
+    assert len(added) == steps
+    assert len(optim._global_optimizer_post_hooks) == before
 
 
 class Faulty(Ladder):

@@ -511,3 +511,11 @@ def test_a_crash_before_an_optimizer_has_no_other_cause(tmp_path, here):
     assert code == 1
     last = "qkeel: nothing was measured: the script ended before it created a torch.optim.Optimizer"
     assert err.splitlines()[-1] == last
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_before_training(tmp_path, here):
+    script(tmp_path, "print('training'); net = Net()")
+    (tmp_path / "file").write_text("in the way")
+    code, out, err = here("--out", "file/run", "--", "python", "train.py")
+    assert (code, out) == (2, "")
+    assert "Choose a writable directory" in err

@@ -14,7 +14,7 @@ from qkeel.distributed.layout import (
     Layout,
     counted,
     gathered_axes,
-    is_flat,
+    hides_weights,
     peer_ranks,
     split_axes,
     splits_heads,
@@ -179,7 +179,10 @@ def test_the_wrappers_of_a_model_are_those_that_hold_it():
 
 def test_only_the_first_version_of_fsdp_flattens_parameters():
     model = nn.Linear(2, 2)
-    assert is_flat(around(FullyShardedDataParallel, model))
-    assert not is_flat(around(DistributedDataParallel, model))
-    assert not is_flat(model)
+    outer = around(DistributedDataParallel, model)
+    assert hides_weights(model) == hides_weights(outer) == ""
+    flat = around(FullyShardedDataParallel, nn.Sequential(model))
+    assert "FSDP1" in hides_weights(model)
+    assert "FSDP1" in hides_weights(nn.Sequential(flat))
+    assert hides_weights(nn.Linear(2, 2)) == ""
     assert wrappers(model) == []  # alone

@@ -26,7 +26,7 @@ SLOTS = {
         *(SlidingWindow(window=w, inner=NoPosition()) for w in (1, 4, 40, 70)),
     ],
     "scale": [
-        Learned(init=3.0, log=True),
+        Learned(init=0.2, log=True),
         Learned(init=0.2, per="head"),
         LogN(train_length=9),
         Fixed(-0.2),
@@ -58,7 +58,7 @@ def mask_of_pairs(rng, b, h, t, s):
     )
 
 
-def drawn(seed, mask, sizes, *, windows_with_masks=True):
+def drawn(seed, mask, sizes, *, dtypes=DTYPES, windows_with_masks=True):
     """The call of a seed, with queries of one of the sizes."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -73,7 +73,7 @@ def drawn(seed, mask, sizes, *, windows_with_masks=True):
     if not windows_with_masks and isinstance(spec.position, SlidingWindow):
         shown = None
     q = rng.choice(sizes) * torch.randn(b, h, t, d)
-    dtype, layout = rng.choice(DTYPES), rng.randrange(6)
+    dtype, layout = rng.choice(dtypes), rng.randrange(6)
     q = laid(q.clamp(-6e4, 6e4).to(dtype), layout)
     k = laid(torch.randn(b, g, s, d).to(dtype), layout + 1)
     params = spec.init_params(h, g, d)

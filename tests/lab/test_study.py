@@ -79,6 +79,10 @@ def test_a_plan_is_checked_before_anything_is_written(tiny):
                 "mla", odd, dataclasses.replace(mla, blocks=["mla", "mha"])
             ),
         ),
+        (
+            InvalidValueError,
+            lambda: plan(tiny, ONE, model={"attention": "kna+qna"}),
+        ),
         (UnknownNameError, lambda: make_plan("lrs")),
         (
             UnknownNameError,

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qkeel import watch
 from qkeel.distributed.reduce import SharedTable
-from qkeel.errors import QkeelWarning, RefusedError
+from qkeel.errors import QkeelWarning
 from qkeel.monitor import Layout, processes
 from qkeel.monitor.weight_norms import WeightNorms
 
@@ -216,16 +216,6 @@ def a_process_without_attention_takes_part():
     assert "no attention" in off[2][0]
 
 
-def flat_weights_are_refused_untouched():
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    model = FullyShardedDataParallel(small(), device_id=torch.device("cpu"))
-    before = hooks(model)
-    with pytest.raises(RefusedError, match="fully_shard"):
-        watch(model, torch.optim.AdamW(model.parameters()))
-    assert hooks(model) == before
-
-
 class Returning(nn.Module):
     """Returns a scalar besides its output."""
 
@@ -268,6 +258,5 @@ FAST: tuple[Callable[[], None], ...] = (
 )
 SLOW: tuple[Callable[[], None], ...] = (
     unlike_sites_switch_all_off,
-    flat_weights_are_refused_untouched,
     models_that_are_trained_apart_are_recorded_apart,
 )

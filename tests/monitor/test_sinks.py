@@ -5,7 +5,10 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from qkeel import watch
 from qkeel.errors import InvalidTypeError, RunDirectoryError
 from qkeel.monitor import LoggingSink, RunDirectorySink, Severity
 from qkeel.records import (
@@ -166,3 +169,13 @@ def test_a_directory_is_claimed_by_its_first_file(tmp_path):
     (tmp_path / "empty").mkdir()
     assert fresh_directory(tmp_path / "empty", first="events.jsonl").name == "empty"
     assert not disk.create(tmp_path / "empty" / "events.jsonl")
+
+
+def test_watching_does_not_begin_where_its_directory_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(RunDirectoryError, match="cannot create"):
+        watch(model, optimizer, sinks=[tmp_path / "file" / "run"])
+    watch(model, optimizer, sinks=[tmp_path / "file"]).close()
+    assert (tmp_path / "file").read_text() == "in the way"

@@ -16,7 +16,12 @@ from qkeel.records import (
     write_json,
     write_text,
 )
-from qkeel.records.disk import locked, make_directory, refuse_path
+from qkeel.records.disk import (
+    check_writable,
+    locked,
+    make_directory,
+    refuse_path,
+)
 from qkeel.records.file_formats import read_toml
 
 
@@ -53,6 +58,18 @@ def test_an_unwritable_place_is_one_clear_error(tmp_path):
         write_json(tmp_path / "file" / "x.json", {})
     with pytest.raises(RunDirectoryError, match="cannot append"):
         append_line(tmp_path / "file" / "x.jsonl", {})
+
+
+@pytest.mark.parametrize("place", ["file/run", "file/a/run", "/proc/run/a"])
+def test_a_place_that_cannot_hold_a_directory_is_told_before_anything_is_written(
+    tmp_path, place
+):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RunDirectoryError, match="Choose a writable directory"):
+        check_writable(tmp_path / place)
+    for other in ("file", "new/run", "."):
+        check_writable(tmp_path / other)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_directory_that_was_moved_away_is_not_made_again(tmp_path):

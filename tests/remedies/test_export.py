@@ -55,6 +55,7 @@ WIDE = {"head_dim": 12}
 WINDOW = {"sliding_window": 6}
 WINDOWS = {**WINDOW, "use_sliding_window": True, "max_window_layers": 0}
 BOTH = {"rope_parameters": dict.fromkeys(set(KINDS), ROPE)}
+OTHERWISE = {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}
 # The architecture aimed at with its config, and the class of the source's config with its own.
 CASES: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
     "llama": ("qwen3", "Qwen3", {**LLAMA, "head_dim": 4}, "Llama", LLAMA),
@@ -66,6 +67,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
     "llama to olmo2": ("olmo2", "Olmo2", LLAMA, "Llama", LLAMA),
     "gemma2 to gemma3": ("gemma3", "Gemma3Text", {**GEMMA, **BOTH}, "Gemma2",
                          {**GEMMA, "rope_parameters": ROPE, "attn_logit_softcapping": None}),
+    "gemma2 with other layers": (
+        "gemma3", "Gemma3Text", {**GEMMA, **BOTH, **OTHERWISE}, "Gemma2",
+        {**GEMMA, "rope_parameters": ROPE, "attn_logit_softcapping": None, **OTHERWISE}),
 }  # fmt: skip
 OLMO = {
     "post_attention_layernorm": "attention_post_norm",
@@ -101,6 +105,8 @@ def before(case):
         ):
             weights[name] = w
     config = getattr(transformers, f"{kind}Config")(**own).to_dict()
+    if case == "gemma2 to gemma3":  # as written before configs listed the layers
+        del config["layer_types"]
     return model.eval(), weights, {**config, "architectures": ["Whatever"]}
 
 

@@ -153,5 +153,6 @@ def test_a_remedy_on_steps_ends_with_its_optimizer(spec):
     qkeel.apply(model, spec, torch.optim.SGD(model.parameters(), lr=0.1))
     gc.collect()
     assert not active_remedies(model)
-    # Of each, one pair of hooks counts the passes without a step; what reads logits is gone.
-    assert sum(len(module._forward_hooks) for module in model.modules()) == 2
+    # Of each, one hook counts the passes without a step; what reads logits is gone.
+    assert sum(len(module._forward_pre_hooks) for module in model.modules()) == 2
+    assert not any(module._forward_hooks for module in model.modules())

@@ -148,6 +148,16 @@ def test_queries_scaled_against_keys_leave_a_model_without_a_norm_as_it_is(
     assert_same(before, snapshot(model))
 
 
+def test_whether_outputs_stay_is_judged_by_their_size():
+    model, batch = hf("llama", "sdpa").double(), ((example("llama"),), {})
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1e-6)
+    balance = Balance.of(Reference(model, [batch]), find_sites(model, batch[0]))
+    # The rotation pairs the halves of a head, so there are half as many numbers as dimensions.
+    assert balance is not None
+    assert [t.shape for t in balance.numbers] == [(2, 4)] * 2
+
+
 @each_row(
     "error, remedy, batch",
     [

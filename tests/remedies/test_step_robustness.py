@@ -2,9 +2,11 @@
 
 import copy
 import gc
+import warnings
 
 import pytest
 import torch
+from tests.attention import Attention
 
 import qkeel
 from qkeel.errors import RefusedError
@@ -251,3 +253,43 @@ def test_a_model_that_is_cast_to_half_precision_after_apply_is_refused_in_the_st
     optimizer.zero_grad()
     with pytest.raises(RefusedError, match="bfloat16"):
         trained(model, optimizer, 1)
+
+
+class Layers(torch.nn.Module):
+    """Layers one after the other, each of which may be one of qkeel's."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("remedy", [*STEP, "frozen_qk", "spectral_cap"])
+def test_attention_that_is_put_in_later_is_told_once(remedy, own):
+    def layer():
+        return qkeel.nn.Attention(16, 2) if own else Attention(m=16)
+
+    torch.manual_seed(0)
+    model, x = Layers(layer(), layer()), torch.randn(2, 5, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        qkeel.apply(model, remedy, optimizer, batch=x),
+    ):
+        warnings.simplefilter("always")
+        for step in range(4):
+            if step == 2:
+                assert warned == []
+                # Without attention, it is no layer.
+                model.layers.append(torch.nn.Linear(16, 16))
+                model.layers.append(layer())
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (said,) = [str(w.message) for w in warned]
+    assert said.startswith(f"{remedy} does not act on layers.3, which was put")

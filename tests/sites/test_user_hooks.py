@@ -5,16 +5,18 @@ from __future__ import annotations
 import collections
 import functools
 import random
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.attention import Joint
+from tests.attention import Attention, Joint
 from torch import Tensor, nn
 
 import qkeel
 from qkeel.capture.user_hooks import returns_nothing
+from qkeel.errors import QkeelWarning
 
 CALLS: list[int] = []
 OUTPUTS: dict[int, Tensor] = {}
@@ -377,3 +379,78 @@ def test_attention_that_a_hook_computes_to_record_it_is_no_layer(place, when, pr
         return monitor.history.frame()["max_logit"].tolist()
 
     assert watched(is_probed=True) == watched(is_probed=False)
+
+
+def _probe(x):
+    """Attention of a hook's own, with larger logits than the model's."""
+    q = 50 * x.detach().unflatten(-1, (4, -1)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+
+
+def _watched(hooked):
+    """The numbers and the sites of two watched steps, and what is warned of."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(m=16), Attention(m=16))
+    hook = hooked(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        qkeel.watch(model, optimizer, rules=[]) as monitor,
+    ):
+        warnings.simplefilter("always")
+        for step in range(2):
+            x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            optimizer.step()
+    if hook is not None:
+        hook.remove()
+    said = [str(w.message) for w in warned or () if isinstance(w.message, QkeelWarning)]
+    return monitor.sample, [site.name for site in monitor.sites], said
+
+
+def _on_the_model(model):
+    model.register_forward_pre_hook(lambda m, args: print(_probe(args[0]).mean()))
+
+
+def _through_a_part(model):
+    def look(m, args):
+        with torch.no_grad():
+            m[1](3 * args[0])
+
+    model.register_forward_pre_hook(look)
+
+
+def _of_every_module(model):
+    kept = []
+
+    def look(m, args):
+        if m is model:
+            kept.append(_probe(args[0]).mean())
+
+    return nn.modules.module.register_module_forward_pre_hook(look)
+
+
+@pytest.mark.parametrize("hooked", [_on_the_model, _through_a_part, _of_every_module])
+def test_what_a_hook_before_the_model_records_is_no_attention_of_the_model(hooked):
+    expected, sites, _ = _watched(lambda model: None)
+    sample, seen, said = _watched(hooked)
+    assert seen == sites == ["0", "1"]
+    assert said == []
+    for name, numbers in sample.heads.items():
+        assert numbers.tolist() == expected.heads[name].tolist(), name
+
+
+@pytest.mark.parametrize("place", ["", "0"])
+@pytest.mark.parametrize("before", [True, False])
+def test_attention_in_a_hook_that_changes_values_is_told_once(place, before):
+    def hooked(model):
+        module = model.get_submodule(place)
+        if before:
+            module.register_forward_pre_hook(
+                lambda m, args: (args[0] + _probe(args[0]),)
+            )
+        else:
+            module.register_forward_hook(lambda m, args, out: out + _probe(out))
+
+    _, _, said = _watched(hooked)
+    assert len([x for x in said if "attention in a forward hook" in x]) == 1

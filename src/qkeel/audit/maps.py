@@ -160,7 +160,7 @@ def attention_maps(
         raise InvalidTypeError(
             f"expected a torch.nn.Module, got {type(model).__name__}"
         )
-    calls = captured_calls(model, batch, seed=None)
+    calls = captured_calls(model, batch, is_seeded=False)
     maps, total = AttentionMaps(), 0
     for layer in calls if layers is None else layers:
         if layer not in calls:

@@ -721,7 +721,7 @@ class SiteStatistics(Mapping[str, LogitStats]):
     def __init__(self, parts: Iterable[Mapping[str, LogitStats]] = ()) -> None:
         self.heads: dict[str, list[str]] = {}
         self._joint: dict[tuple[str, ...], LogitStats] = {}
-        self._waiting: list[tuple[str, CallRows]] = []
+        self._waiting: list[tuple[str, CallRows | Tensor]] = []
         self._n_waiting = 0
         for part in parts:
             self.update(part)
@@ -778,11 +778,15 @@ class SiteStatistics(Mapping[str, LogitStats]):
             for at, site in enumerate(sites):
                 self._add((site,), _of_site(stats, at, len(sites)))
 
-    def add(self, name: str, stats: LogitStats | CallRows, part_of: str | None) -> None:
-        """Adds the statistics of a call; `part_of` names the site if the call is one of that site's heads."""
-        if isinstance(stats, CallRows):
+    def add(
+        self, name: str, stats: LogitStats | CallRows | Tensor, part_of: str | None
+    ) -> None:
+        """Adds the statistics of a call, of which a tensor holds the heads' largest logits alone; `part_of` names the
+        site if the call is one of that site's heads."""
+        if not isinstance(stats, LogitStats):
             self._waiting.append((name, stats))
-            self._n_waiting += stats.fields.numel()
+            numbers = stats.fields if isinstance(stats, CallRows) else stats
+            self._n_waiting += numbers.numel()
             if self._n_waiting > WAITING:
                 self._reduce()
             return

@@ -3,7 +3,15 @@
 A product of two activations gets a tag. Operations that scale, mask, cap, cast or rearrange scores pass the tag on. A
 softmax whose input has the tag is attention; its output is tagged as weights, so that the product with the values does
 not count as scores. Any other operation on scores tags its output as lost, and a lost tensor that is normalised and
-multiplied with values is an attention that is missed.
+multiplied with values is an attention that is missed. What a tag becomes:
+
+    product of two activations        → Scores
+    Scores, by scale, mask, cap, view → Scores
+    Scores, by softmax                → Weights, with the call that was read
+    Scores, by max or logsumexp       → RowTop; Scores - RowTop → Scores
+    Scores, by exp                    → Powers, and by sum → RowSum; Powers / RowSum → Weights
+    Scores, by anything else          → Lost, and by softmax → missed
+    Weights, by a product with values → reported
 
 Statistics are computed from the input of the softmax and from the masks that were met on the way, and never from
 q·k·scale computed again, because a scale or a bias may be applied anywhere.
@@ -135,9 +143,9 @@ class EagerAttentionTracer:
         self.ends: dict[str, None] = {}
         # The products that reached a softmax.
         self.weighed: set[tuple[int, int]] = set()
-        self._waiting: list[WaitingCall] = []
+        self.waiting: list[WaitingCall] = []
         # The latest call of each module that runs, by the id of the module's call.
-        self._latest: dict[int, Seen] = {}
+        self.latest: dict[int, Seen] = {}
         self._report = report
         self._known = known
         self._by_graph, self._lists_missed = by_graph, lists_missed
@@ -160,7 +168,7 @@ class EagerAttentionTracer:
         if name in PRODUCTS:
             product = read_product(name, args, kwargs, out)
             if product is not None and not any(map(self._is_used, product.factors)):
-                if not self._misses(step, product):
+                if not self._weights_values(step, product):
                     self._multiplied(step, product)
                 return
         if name == "softmax" and self._lists_missed:
@@ -179,7 +187,7 @@ class EagerAttentionTracer:
         if name == "setitem":
             # What is written to a part of scores, and where scores are written to, is not followed.
             if isinstance(tag, (Scores, Lost)):
-                self._lose(dataclasses.replace(step, out=args[0]), tag, x)
+                self._tag_lost(dataclasses.replace(step, out=args[0]), tag, x)
             return
         is_features = isinstance(tag, Scores) and tag.only_tables
         if name in PRODUCTS and not is_features:
@@ -191,7 +199,7 @@ class EagerAttentionTracer:
         if isinstance(tag, Scores):
             self._scores(step, tag, x)
         elif isinstance(tag, Lost):
-            self._lose(step, tag, x)
+            self._tag_lost(step, tag, x)
         elif isinstance(out, Tensor):
             self._normalise(step, tag, x)
 
@@ -228,7 +236,7 @@ class EagerAttentionTracer:
             top = out if isinstance(out, Tensor) else out[0]
             self.tags.put(top, RowTop(name == "logsumexp"))
         elif not isinstance(out, Tensor):
-            self._lose(step, tag, x)
+            self._tag_lost(step, tag, x)
         elif tag.only_tables and name in (*_SOFTMAXES, "exp", "sigmoid"):
             # Of features, as in a language model's head.
             pass
@@ -252,11 +260,11 @@ class EagerAttentionTracer:
                 for y, tag_of_y in self.tags.scores():
                     if y is not x and (base is y or base is base_of(y)):
                         write = dataclasses.replace(step, name="setitem", out=y)
-                        self._lose(write, tag_of_y, y)
+                        self._tag_lost(write, tag_of_y, y)
             if new is not None:
                 self.tags.put(out, new)
             elif name not in _READS and not tag.only_tables:
-                self._lose(step, tag, x)
+                self._tag_lost(step, tag, x)
 
     def _next(self, step: Step, tag: Scores, x: Tensor) -> Scores | None:
         """The tag of what a function made of scores x, or None if it does not consist of scores."""
@@ -402,7 +410,7 @@ class EagerAttentionTracer:
             elif name in ELEMENTWISE - SCALES:
                 self.tags.put(out, tag)
             elif name not in _READS:
-                self._lose(step, tag.scores, x)
+                self._tag_lost(step, tag.scores, x)
         elif isinstance(tag, RowTop):
             # After a maximum with another block's value it is no longer the largest of these scores.
             if name in VIEWS or name in ELEMENTWISE - {"neg", "maximum"}:
@@ -419,7 +427,7 @@ class EagerAttentionTracer:
         if name in _SUMS and constants and constants[0] > SMALLEST_CONSTANT:
             frame = powers.scores.frame.shared_with(step.frame)
             reason = "a constant is added to the sum of its exponentials"
-            self._miss(frame, name, reason)
+            self._report_missed(frame, name, reason)
             self.tags.put(total.exponentials, Weights())
         elif name in _PASSES and not any(isinstance(y, Tensor) for y in operands):
             self.tags.put(step.out, total)
@@ -437,7 +445,7 @@ class EagerAttentionTracer:
         factors = [y for y in tensors((step.args, step.kwargs)) if y is not x]
         if isinstance(tag, Weights) and factors:
             if tag.reason and not is_weight(factors[0]):
-                self._miss(step.frame, step.name, tag.reason)
+                self._report_missed(step.frame, step.name, tag.reason)
             elif tag.call is not None:
                 site = self._meets_values(tag.call)
                 if site is not None:
@@ -445,7 +453,7 @@ class EagerAttentionTracer:
         elif isinstance(tag, (Scores, Lost)) and all(
             is_weight(y) or y.ndim < 3 for y in factors
         ):
-            self._lose(step, tag, x)
+            self._tag_lost(step, tag, x)
 
     def _tag_foreign(self, step: Step) -> None:
         """Tags a softmax over scores that are no products, so that it is missed if it weights values of positions."""
@@ -460,7 +468,7 @@ class EagerAttentionTracer:
             )
             self.tags.put(out, foreign)
 
-    def _misses(self, step: Step, product: Product) -> bool:
+    def _weights_values(self, step: Step, product: Product) -> bool:
         """Records a product of values with what became of scores, if its rows sum to one; returns whether it is one."""
         for x in product.factors if self._lists_missed else ():
             tag = self.tags.get(x)
@@ -475,11 +483,13 @@ class EagerAttentionTracer:
             y = x.detach().float()
             if bool((y >= 0).all()) and bool(((y.sum(-1) - 1).abs() < 1e-3).all()):
                 reason = _FOREIGN if tag.is_foreign else _beyond(tag.operation)
-                self._miss(step.frame.shared_with(tag.frame), tag.operation, reason)
+                self._report_missed(
+                    step.frame.shared_with(tag.frame), tag.operation, reason
+                )
                 return True
         return False
 
-    def _lose(self, step: Step, tag: Scores | Lost, x: Tensor) -> None:
+    def _tag_lost(self, step: Step, tag: Scores | Lost, x: Tensor) -> None:
         """Records that a function turned x, which are scores or what they became, into something that is not
         understood. A softmax over it is missed."""
         name, outputs = step.name, list(tensors((step.out,)))
@@ -509,7 +519,7 @@ class EagerAttentionTracer:
         if is_softmax:
             self.weighed |= products_of(tag)
             frame = step.frame.shared_with(tag.frame)
-            self._miss(frame, tag.operation, _beyond(tag.operation))
+            self._report_missed(frame, tag.operation, _beyond(tag.operation))
         for y in outputs:
             if is_softmax:
                 self.tags.put(y, Weights())
@@ -518,7 +528,7 @@ class EagerAttentionTracer:
             else:
                 self.tags.drop(y)
 
-    def _miss(self, frame: ModuleCall, operation: str, reason: str) -> None:
+    def _report_missed(self, frame: ModuleCall, operation: str, reason: str) -> None:
         """Records an attention that is not understood."""
         self.missed.append(
             UnrecognizedAttention(module=frame.name, operation=operation, reason=reason)
@@ -529,7 +539,7 @@ class EagerAttentionTracer:
         dim = step.dim(x)
         if dim < x.ndim - 2 and not any(p.may_be_keys(dim) for p in tag.products):
             reason = f"its softmax runs over dimension {dim} of {x.ndim}, not over the last or the second-to-last"
-            self._miss(tag.frame.shared_with(step.frame), "softmax", reason)
+            self._report_missed(tag.frame.shared_with(step.frame), "softmax", reason)
             return None
         waiting = self._attention(step.frame, tag, x, dim)
         normalizer = step.argument("normalizer", 3)
@@ -551,24 +561,24 @@ class EagerAttentionTracer:
             tag, x, dim % x.ndim, frame, known=known, by_graph=self._by_graph
         )
         waiting = WaitingCall(frame, call, is_matrix=x.ndim == 2)
-        self._waiting.append(waiting)
+        self.waiting.append(waiting)
         return waiting
 
     def _waiting_in(self, frame: ModuleCall) -> list[WaitingCall]:
-        return [waiting for waiting in self._waiting if waiting.frame is frame]
+        return [waiting for waiting in self.waiting if waiting.frame is frame]
 
     def _meets_values(self, waiting: WaitingCall) -> str | None:
         """Reports a call unless that was done before, and returns its name."""
-        if waiting not in self._waiting:
+        if waiting not in self.waiting:
             return None
-        earlier = self._waiting[: self._waiting.index(waiting)]
-        self._waiting.remove(waiting)
+        earlier = self.waiting[: self.waiting.index(waiting)]
+        self.waiting.remove(waiting)
         self._report_earlier(waiting.frame, waiting.call, earlier)
         return self._report(waiting.frame, waiting.call)
 
     def before(self, frame: ModuleCall, call: Seen) -> None:
         """Called when a fused call of this module is about to be reported."""
-        self._report_earlier(frame, call, self._waiting)
+        self._report_earlier(frame, call, self.waiting)
 
     def _report_earlier(
         self, frame: ModuleCall, call: Seen, earlier: Sequence[WaitingCall]
@@ -577,21 +587,16 @@ class EagerAttentionTracer:
         Those of the same q and k are dropped: a program looks at its weights so (their entropy, a picture)."""
         of_module = [waiting for waiting in earlier if waiting.frame is frame]
         for waiting in [waiting for waiting in of_module if not waiting.is_matrix]:
-            self._waiting.remove(waiting)
+            self.waiting.remove(waiting)
             if not _are_equal(waiting.call, call):
                 self._report(frame, waiting.call)
-        self._latest[id(frame)] = call
-
-    @property
-    def is_open(self) -> bool:
-        """True if `end` or `end_all` has something to do."""
-        return bool(self._latest or self._waiting)
+        self.latest[id(frame)] = call
 
     def end(self, frame: ModuleCall) -> None:
         """Called when a module's call ends: its weights that met no values may do so in a way that is not seen."""
-        latest = self._latest.pop(id(frame), None)
+        latest = self.latest.pop(id(frame), None)
         for waiting in self._waiting_in(frame):
-            self._waiting.remove(waiting)
+            self.waiting.remove(waiting)
             is_new = latest is None or not _are_equal(waiting.call, latest)
             if is_new and not waiting.is_matrix:
                 self._report(frame, waiting.call)
@@ -599,14 +604,14 @@ class EagerAttentionTracer:
     def forget(self) -> None:
         """Drops everything of a pass that has ended, or that was ended early."""
         self.tags.clear()
-        self._waiting.clear()
-        self._latest.clear()
+        self.waiting.clear()
+        self.latest.clear()
 
     def end_all(self) -> None:
         """Called when the pass is over."""
-        while self._waiting:
-            self.end(self._waiting[0].frame)
-        self._latest.clear()
+        while self.waiting:
+            self.end(self.waiting[0].frame)
+        self.latest.clear()
 
 
 def _are_equal(first: Seen, second: Seen) -> bool:

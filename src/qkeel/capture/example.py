@@ -7,13 +7,17 @@ import collections
 import copy
 import dataclasses
 import functools
-import random
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +28,7 @@ from qkeel.capture.contents import (
     keep_values,
     reachable,
 )
+from qkeel.capture.random_streams import RandomStreams
 from qkeel.capture.user_hooks import OutsideStores, hooks_held_back, is_of_library
 from qkeel.errors import InvalidTypeError
 from qkeel.patching.modes import (
@@ -203,8 +208,8 @@ class ModuleStack:
         self._keep = keep_inputs
         self._guard = guard
         self.root = self.top = ModuleCall(name="", module=model, parent=None)
-        # Called with a module's call that ends.
-        self.ended: Callable[[ModuleCall], None] = lambda frame: None
+        # Called with a module's call that ends, if anything is to be called.
+        self.ended: Callable[[ModuleCall], None] | None = None
 
     def attach(self, undo: ExitStack) -> None:
         """Installs hooks on the modules until `undo` is closed."""
@@ -269,7 +274,8 @@ class ModuleStack:
         frame = self.top
         while frame.parent is not None:
             if frame.module is module:
-                self.ended(frame)
+                if self.ended is not None:
+                    self.ended(frame)
                 self.top = frame.parent
                 return
             frame = frame.parent
@@ -287,16 +293,17 @@ def _has_no_attention(module: nn.Module) -> bool:
 def tensors(value: object) -> list[Tensor]:
     """Every tensor in nested tuples, lists and dicts."""
     # A list, because each tensor that a generator yields costs a call of Python.
-    tensors, left = [], [value]
+    leaves: list[Tensor] = []
+    left = [value]
     while left:
         item = left.pop()
         if isinstance(item, torch.Tensor):
-            tensors.append(item)
+            leaves.append(item)
         elif isinstance(item, dict):
             left.extend(reversed(item.values()))
         elif isinstance(item, (tuple, list)):
             left.extend(reversed(item))
-    return tensors
+    return leaves
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -369,15 +376,6 @@ def _is_fixed(value: object) -> bool:
     )
 
 
-@contextmanager
-def same_random_streams(devices: Sequence[int] = ()) -> Iterator[None]:
-    """A context that restores the random generators of Python, NumPy and torch, on the CPU and on the given GPUs."""
-    with ExitStack() as undo, torch.random.fork_rng(devices=devices):
-        undo.callback(random.setstate, random.getstate())
-        undo.callback(np.random.set_state, np.random.get_state())
-        yield
-
-
 Undo = Callable[[], None]
 
 
@@ -405,17 +403,13 @@ def restored(model: nn.Module, *, weights: bool = True) -> Iterator[Undo]:
     weights: False leaves the parameters as they are at the end, for weights that are fitted in the context."""
     modules = [*modules_of(model).values()]
     parameters = parameters_in(modules)
-    devices = sorted(
-        {p.device.index or 0 for p in parameters if p.device.type == "cuda"}
-    )
+    streams = RandomStreams(parameters)
     # Those that every module has, such as hooks and parameters, which sharded models exchange in a pass.
     torchs_own = vars(nn.Module()).keys()
     with ExitStack() as undo:
-        streams = undo.enter_context(ExitStack())
-        streams.enter_context(same_random_streams(devices))
-        kept = [
-            restore for module in modules for restore in _state_of(module, torchs_own)
-        ]
+        kept = [streams.restore]
+        for module in modules:
+            kept += _state_of(module, torchs_own)
         attributes = [
             value
             for module in modules
@@ -435,8 +429,6 @@ def restored(model: nn.Module, *, weights: bool = True) -> Iterator[Undo]:
             kept.append(keep_parameters(parameters))
 
         def again() -> None:
-            streams.close()
-            streams.enter_context(same_random_streams(devices))
             for restore in reversed(kept):
                 restore()
 

@@ -15,6 +15,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from types import CodeType
 from typing import Any, Protocol, Self
 
 import torch
@@ -32,7 +33,7 @@ from qkeel.capture.described import DescribedSite, DescribedSiteHooks
 from qkeel.capture.eager import EagerAttentionTracer, products_of
 from qkeel.capture.example import ModuleCall, ModuleStack
 from qkeel.capture.logsumexp import attention_with_logsumexp
-from qkeel.capture.named_attention import BY_NAME, name_held
+from qkeel.capture.named_attention import BY_NAME, hold_name_in
 from qkeel.capture.readers import (
     FLASH_AND_FLEX,
     FUSED,
@@ -52,7 +53,11 @@ from qkeel.capture.score_calls import (
     scores_call,
 )
 from qkeel.capture.tags import Lost, Scores
-from qkeel.capture.user_hooks import recording_unobserved
+from qkeel.capture.user_hooks import (
+    changing_code,
+    hide_recording_hooks,
+    recording_code,
+)
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows
 from qkeel.nn import functional_attention
@@ -69,6 +74,7 @@ from qkeel.patching.modes import (
     push_mode,
     put_hooks,
     remove_hooks,
+    running_frames,
     take_off,
     transformed_now,
     unguarded,
@@ -196,6 +202,10 @@ class CaptureMode(CallObserver):
         # Called with the logsumexps of an SDPA call's rows, where its kernel hands them out, and with q, k, scale and
         # causality unless there is a mask; returns whether no further reading of the call is needed.
         self.bounded: Callable[[str, Tensor, PlainCall | None], bool] | None = None
+        # The code of the user's hooks on the model that record, and, where sites are looked for, of hooks that change
+        # values.
+        self._recording: frozenset[CodeType] = frozenset()
+        self._changing: dict[CodeType, nn.Module] = {}
         # The calls of the modules in `only_in`.
         self.called_in: list[ModuleCall] = []
         self.unread: list[UnrecognizedAttention] = []
@@ -271,14 +281,19 @@ class CaptureMode(CallObserver):
             described.attach(around)
         around.callback(self.handwritten.tags.clear)
         around.callback(self.end)
-        self.stack.ended = self._module_ended
-        self._knows_name = around.enter_context(name_held())
+        self._knows_name = hold_name_in(around)
         sought = [only for _, only in (self._only_in or {"": (None, None)}).values()]
+        # Calls that are read by their name alone leave nothing that waits for the end of their module.
+        if not self._knows_name or any([only != BY_NAME for only in sought]):
+            self.stack.ended = self._module_ended
         exchanges = any([only is None or only & _EXCHANGED for only in sought])
         around.enter_context(observed_by(self, exchanges=exchanges))
         if modules is None:
             modules = self.stack.root.module.modules()
-        around.enter_context(recording_unobserved(modules))
+        self._recording = recording_code(self.stack.root.module)
+        if self._search is not None:
+            self._changing = changing_code(self.stack.root.module.modules())
+        hide_recording_hooks(modules, around)
         self.wants_logsumexp = self.bounded is not None
         if self._only_in is None:
             self.stack.attach(around)
@@ -300,11 +315,11 @@ class CaptureMode(CallObserver):
 
     def end(self) -> None:
         """Reports what is still waiting; the pass is over, or about to be."""
-        if self.handwritten.is_open:
+        if self.handwritten.latest or self.handwritten.waiting:
             self.guard(self.apart, self.handwritten.end_all)
 
     def _module_ended(self, frame: ModuleCall) -> None:
-        if self.handwritten.is_open:
+        if self.handwritten.latest or self.handwritten.waiting:
             self.apart(lambda: self.handwritten.end(frame))
 
     def _enter_module(
@@ -328,18 +343,17 @@ class CaptureMode(CallObserver):
 
     def _leave_module(self, module: nn.Module, args: object, output: object) -> None:
         if threading.get_ident() == self._thread and self._outer:
-            self._leave()
+            if not self.reads_names:
+                take_off(self)
+            self.only, self.reads_names = self._outer.pop()
             self.stack.pop(module, args, output)
-
-    def _leave(self) -> None:
-        if not self.reads_names:
-            take_off(self)
-        self.only, self.reads_names = self._outer.pop()
 
     def _leave_all(self) -> None:
         """Cleans up after an interrupt, which ends a pass without calling the hooks."""
         while self._outer:
-            self._leave()
+            if not self.reads_names:
+                take_off(self)
+            self.only, self.reads_names = self._outer.pop()
 
     def __torch_function__(
         self,
@@ -420,7 +434,12 @@ class CaptureMode(CallObserver):
         top = self.stack.top
         name = name_of(top, top.calls) if top.calls else top.name
         heads = self.key_heads.get(name)
-        if self.only is None or self._described or heads is None or transformed_now():
+        if self.only is None or self._described or heads is None:
+            return False
+        # Inside a transform no kernel has handed out logsumexps.
+        if lse is None and transformed_now():
+            return False
+        if self._recording and self._is_recording():
             return False
         plain, mask = None, args[3] if len(args) > 3 else kwargs.get("attn_mask")
         if mask is None and 3 <= len(args) <= 5:
@@ -571,6 +590,8 @@ class CaptureMode(CallObserver):
             rows=rows,
             by_name=self.by_name,
         )
+        if self._changing:
+            self._tell_of_hook(captured.name)
         self._report(captured)
         return captured.name
 
@@ -612,7 +633,24 @@ class CaptureMode(CallObserver):
 
     def _elsewhere(self, frame: ModuleCall) -> bool:
         """True inside a module whose attention is reported in another way."""
-        return _in_own(frame) or any(f.name in self._described for f in frame.line())
+        if _in_own(frame) or any(f.name in self._described for f in frame.line()):
+            return True
+        return bool(self._recording) and self._is_recording()
+
+    def _is_recording(self) -> bool:
+        """True inside a hook of the user's that records."""
+        return any(frame.f_code in self._recording for frame in running_frames())
+
+    def _tell_of_hook(self, site: str) -> None:
+        """Says once of a hook that its attention is measured, as it takes part in what the model computes."""
+        for frame in running_frames():
+            module = self._changing.get(frame.f_code)
+            if module is not None:
+                del self._changing[frame.f_code]
+                caution(
+                    f"attention in a forward hook on a {type(module).__name__} ({frame.f_code.co_name}) is measured as "
+                    f"the site {site!r}, because the hook returns a value; a hook that returns nothing is left out"
+                )
 
 
 def _adds_zeros(

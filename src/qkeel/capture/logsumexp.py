@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from qkeel.capture.readers import sdpa_arguments
-from qkeel.patching.modes import number_of_modes, transformed_now
+from qkeel.patching.modes import flash_on_cpu, number_of_modes, transformed_now
 
-_FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH: int = SDPBackend.FLASH_ATTENTION.value
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -40,7 +39,10 @@ def attention_with_logsumexp(
     q, k, v = arguments["query"], arguments["key"], arguments["value"]
     mask, scale = arguments["attn_mask"], arguments["scale"]
     dropout, is_causal = arguments["dropout_p"], arguments["is_causal"]
-    if any([type(x) not in _PLAIN or not x.is_cpu for x in (q, k, v)]):
+    # Each call asks, so there is no loop.
+    if not (q.is_cpu and k.is_cpu and v.is_cpu):
+        return None
+    if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN:
         return None
     if mask is not None and (type(mask) is not Tensor or mask.dtype is not torch.bool):
         return None
@@ -58,4 +60,4 @@ def attention_with_logsumexp(
     # As the public function converts it.
     if mask is not None:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-    return _FLASH_ON_CPU(q, k, v, dropout, is_causal, attn_mask=mask, scale=scale)
+    return flash_on_cpu(q, k, v, dropout, is_causal, attn_mask=mask, scale=scale)

@@ -11,8 +11,8 @@ no logit can be over a threshold.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -239,16 +239,13 @@ def release_name() -> None:
             F.scaled_dot_product_attention = SDPA
 
 
-@contextmanager
-def name_held() -> Iterator[bool]:
-    """A context in which the function stands under its name; its value is False if somebody else's does instead, or if
-    a mode of theirs may change what a call is."""
+def hold_name_in(around: ExitStack) -> bool:
+    """Puts the function under its name until `around` is closed. Returns False if somebody else's stands there instead,
+    or if a mode of theirs may change what a call is."""
     is_held = hold_name()
-    try:
-        yield is_held and only_reading_modes()
-    finally:
-        if is_held:
-            release_name()
+    if is_held:
+        around.callback(release_name)
+    return is_held and only_reading_modes()
 
 
 class CompiledBounds:

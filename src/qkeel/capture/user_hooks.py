@@ -9,7 +9,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, final
 
 from torch import nn
@@ -95,9 +95,7 @@ def hooks_held_back(
             table.clear()
             table.update(hooks)
         for table, key, hook in held:
-            # The pass may have removed the hook.
-            if key in table:
-                table[key] = hook
+            _put_back(table, key, hook)
 
 
 @final
@@ -112,10 +110,9 @@ class _Unobserved:
             return self.hook(*args, **kwargs)
 
 
-@contextmanager
-def recording_unobserved(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """A context in which forward hooks of modules that return nothing, or an argument of theirs, run unobserved:
-    attention that they compute from what they see, as probes that log weights do, is none of the model's."""
+def hide_recording_hooks(modules: Iterable[nn.Module], around: ExitStack) -> None:
+    """Makes forward hooks of modules that return nothing, or an argument of theirs, run unobserved until `around` is
+    closed: attention that they compute from what they see, as probes that log weights do, is none of the model's."""
     wrapped = [
         (table, key, hook)
         for table in (*global_hooks(), *hook_tables(modules))
@@ -125,13 +122,42 @@ def recording_unobserved(modules: Iterable[nn.Module]) -> Iterator[None]:
     ]
     for table, key, hook in wrapped:
         table[key] = _Unobserved(hook)
-    try:
-        yield
-    finally:
-        for table, key, hook in wrapped:
-            # The pass may have removed the hook.
-            if key in table:
-                table[key] = hook
+        around.callback(_put_back, table, key, hook)
+
+
+def _put_back(
+    table: dict[int, Callable[..., Any]], key: int, hook: Callable[..., Any]
+) -> None:
+    # The pass may have removed the hook.
+    if key in table:
+        table[key] = hook
+
+
+def recording_code(model: nn.Module) -> frozenset[types.CodeType]:
+    """The code of the hooks before a model's forward that record: torch has made the list of hooks that it calls by the
+    time when one of them begins a pass, so that these can't be replaced."""
+    before, _ = global_hooks()
+    codes = set()
+    for table in (before, hooks_before(model)):
+        for key, hook in table.items():
+            function = _function_of(hook)
+            if not isinstance(function, types.FunctionType) or type(key) is not int:
+                continue
+            if _records(hook):
+                codes.add(function.__code__)
+    return frozenset(codes)
+
+
+def changing_code(modules: Iterable[nn.Module]) -> dict[types.CodeType, nn.Module]:
+    """The code of the program's own forward hooks that change values, and the module of each."""
+    codes: dict[types.CodeType, nn.Module] = {}
+    for module in modules:
+        for table in (hooks_before(module), hooks_after(module)):
+            for _, hook in _own_hooks(table):
+                function = _function_of(hook)
+                if isinstance(function, types.FunctionType) and not _records(hook):
+                    codes[function.__code__] = module
+    return codes
 
 
 def _records(hook: Callable[..., Any]) -> bool:
@@ -171,10 +197,10 @@ def returns_nothing(hook: Callable[..., Any], *, or_argument: bool = False) -> b
         called = inspect.getclosurevars(function)
     except ValueError:
         return False
-    other = {**called.globals, **called.nonlocals}.get(result)
-    return isinstance(other, types.FunctionType) and (
-        _result(other.__code__, or_argument) is True
-    )
+    other = {**called.builtins, **called.globals, **called.nonlocals}.get(result)
+    if isinstance(other, types.FunctionType):
+        return _result(other.__code__, or_argument) is True
+    return any(other is function for function in (print, setattr, delattr))
 
 
 @functools.lru_cache(maxsize=256)

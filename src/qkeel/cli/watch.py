@@ -34,6 +34,7 @@ from qkeel.errors import InvalidValueError
 from qkeel.integrations import sinks
 from qkeel.monitor import Adaptive, Cadence, Every, LogSpaced
 from qkeel.monitor.cadence import WHILE_LOGITS_MOVE
+from qkeel.records import disk
 from qkeel.remedies.apply import canonical
 
 _SWITCH = Parameter(negative=(), negative_iterable=(), show_default=False)
@@ -116,14 +117,9 @@ def watch(
     # Read before anything is watched or written: a script that cannot be read ends here.
     source = prepare(program)
     directory = out or Path("qkeel-runs") / program.title
-    folder = directory.absolute().parent
-    # Before the script runs: its first record would come after minutes of training.
-    while not folder.exists():
-        folder = folder.parent
-    if not os.access(folder, os.W_OK):
-        raise InvalidValueError(
-            f"{folder} cannot be written; give --out a folder that can"
-        )
+    if _rank() == 0:
+        # Before the script runs: its first record would come after minutes of training.
+        disk.check_writable(directory.absolute())
     named = policy or ("ladder" if autopilot else None)
     if named is not None:
         named_policy(named)

@@ -819,8 +819,15 @@ class WatchSession:
                 f"to compare them: {shlex.join(['qkeel', 'report', *(n.place for n in written)])}"
             )
         if not written:
+            # A run directory that was taken away during the first steps.
+            is_measured = any(monitor.sample is not None for monitor in monitors)
+            reason = (
+                "see above"
+                if broken or is_measured
+                else self._why_nothing(monitors, complete)
+            )
             self.writer(
-                f"nothing was measured: {'see above' if broken else self._why_nothing(monitors, complete)}"
+                f"nothing was {'written' if is_measured else 'measured'}: {reason}"
             )
 
     def _why_nothing(self, monitors: list[Monitor], complete: bool) -> str:

@@ -15,6 +15,7 @@ from torch import distributed as torch_distributed
 
 from qkeel.distributed.agree import on, rank, world
 from qkeel.errors import RefusedError, unknown
+from qkeel.patching.modes import fsdp1_kinds
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
 _DTENSOR = ("torch.distributed.tensor", "DTensor")
 _PIPELINE = "torch.distributed.pipelining"
-_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _DEEPSPEED = "deepspeed.runtime.engine"
 
 
@@ -141,14 +141,6 @@ def _living(*kinds: type) -> list[Any]:
     return [x for x in objects if id(type(x)) in wanted] if wanted else []
 
 
-def _wrapper_kinds() -> tuple[type[nn.Module], ...]:
-    flat = sys.modules.get(_FSDP1)
-    return (
-        nn.parallel.DistributedDataParallel,
-        *([] if flat is None else [flat.FullyShardedDataParallel]),
-    )
-
-
 def wrappers(model: nn.Module) -> list[nn.Module]:
     """Returns the DistributedDataParallel and FullyShardedDataParallel modules around a model or inside it.
 
@@ -156,19 +148,19 @@ def wrappers(model: nn.Module) -> list[nn.Module]:
     """
     if world() == 1:
         return []
+    return _around(model, nn.parallel.DistributedDataParallel, *fsdp1_kinds())
+
+
+def _around(model: nn.Module, *kinds: type[nn.Module]) -> list[nn.Module]:
+    """Returns the modules of these kinds around a model or inside it."""
     inside = {id(module) for module in model.modules()}
     around = []
-    for wrapper in _living(*_wrapper_kinds()):
+    for wrapper in _living(*kinds):
         if id(wrapper) in inside or any(
             module is model for module in wrapper.modules()
         ):
             around.append(wrapper)
     return around
-
-
-def is_flat(wrapper: nn.Module) -> bool:
-    """True for FullyShardedDataParallel (version 1), which flattens parameters."""
-    return issubclass(type(wrapper), _wrapper_kinds()[1:])
 
 
 def zero_stage(model: nn.Module) -> int:
@@ -183,6 +175,14 @@ def zero_stage(model: nn.Module) -> int:
         if any(module is model for module in engine.modules()):
             stage = max(stage, engine.zero_optimization_stage())
     return stage
+
+
+def hides_weights(model: nn.Module) -> str:
+    """Returns what holds a model's weights in flat pieces between its passes, in which no rows of heads can be read:
+    FullyShardedDataParallel, or stage 3 of DeepSpeed's ZeRO; otherwise ""."""
+    if _around(model, *fsdp1_kinds()):
+        return "FullyShardedDataParallel (FSDP1)"
+    return "DeepSpeed's ZeRO, stage 3," if zero_stage(model) == 3 else ""
 
 
 def wrapped_by(model: nn.Module) -> str:
@@ -230,7 +230,10 @@ def fingerprint(model: nn.Module, names: Iterable[str]) -> str:
         p = local(model.get_parameter(name)).detach().double()
         texts += [
             repr(x)
-            for x in torch.stack([p.sum(), p.abs().sum(), p.flatten()[0]]).tolist()
+            # ZeRO leaves nothing of a weight between passes.
+            for x in torch.stack(
+                [p.sum(), p.abs().sum(), p.flatten()[:1].sum()]
+            ).tolist()
         ]
     return str(zlib.crc32("".join([*texts, repr(stage_of(model))]).encode()))
 

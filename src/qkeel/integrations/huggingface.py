@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel.autopilot import Ladder, attach
-from qkeel.capture.example import same_random_streams
+from qkeel.capture.random_streams import RandomStreams
 from qkeel.errors import (
     QkeelError,
     RefusedError,
@@ -538,11 +538,13 @@ def _saved(args: TrainingArguments, state: TrainerState) -> Path:
 
 def _example(loader: Foreign, model: nn.Module) -> object:
     """Returns two training examples as model inputs, drawn without advancing a random number generator."""
+    streams = RandomStreams()
     try:
-        with same_random_streams():
-            examples = loader.collate_fn([loader.dataset[0], loader.dataset[1]])
+        examples = loader.collate_fn([loader.dataset[0], loader.dataset[1]])
     except (AttributeError, IndexError, TypeError):  # the dataset cannot be indexed
         return None
+    finally:
+        streams.restore()
     device = next(model.parameters()).device
     return {
         name: x.to(device) if isinstance(x, torch.Tensor) else x

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -165,24 +165,26 @@ def plain_rows(q: Tensor, k: Tensor, scale: float, causal: bool) -> CallRows | N
 
 
 @torch.no_grad()
-def reduce_calls(calls: Sequence[CallRows]) -> dict[tuple[int, ...], LogitStats]:
-    """Returns the `logit_stats` of calls by their indices. Calls of the same shapes are reduced together, as one with
-    all their heads, because each of some thirty operators costs microseconds, or a launch, whatever its size."""
-    groups: dict[object, list[int]] = {}
-    for i, call in enumerate(calls):
-        form = (
-            call.fields.shape,
-            call.k_norm.shape,
-            call.fields.dtype,
-            call.fields.device,
-        )
-        # Masks are the same if they are one object: comparing them would read them.
-        groups.setdefault((*form, id(call.counted), call.keys_seen is None), []).append(
-            i
-        )
+def reduce_calls(
+    calls: Sequence[CallRows | Float[Tensor, " h"]],
+) -> dict[tuple[int, ...], LogitStats]:
+    """Returns the `logit_stats` of calls by their indices; of a call that is given by its heads' largest logits, these
+    alone. Calls of the same shapes are reduced together, as one with all their heads, because each of some thirty
+    operators costs microseconds, or a launch, whatever its size."""
     stats = {}
+    groups: dict[object, dict[int, Any]] = {}
+    for i, call in enumerate(calls):
+        tensors = (call,) if isinstance(call, Tensor) else (call.fields, call.k_norm)
+        form = (*(x.shape for x in tensors), tensors[0].dtype, tensors[0].device)
+        if isinstance(call, CallRows):
+            # Masks are the same if they are one object: comparing them would read them.
+            form = (*form, id(call.counted), call.keys_seen is None)
+        groups.setdefault(form, {})[i] = call
     for group in groups.values():
-        rows = [calls[i] for i in group]
+        rows = [*group.values()]
+        if isinstance(rows[0], Tensor):
+            stats[tuple(group)] = only_extremes(torch.cat(rows))
+            continue
         keys_seen = [call.keys_seen for call in rows if call.keys_seen is not None]
         stats[tuple(group)] = reduce_fields(
             torch.cat([call.fields for call in rows], 2),
@@ -213,18 +215,17 @@ def is_over(lse: float, threshold: float) -> bool:
     return not lse <= threshold * (1 - _ROUNDED)
 
 
-@torch.no_grad()
-def bounded_max_stats(
+def bounded_maxima(
     lse: PerRow,
     threshold: float,
     plain: tuple[Tensor, Tensor, float, bool] | None,
-) -> LogitStats | None:
+) -> Float[Tensor, " h"] | None:
     """The largest logits of heads that may exceed a threshold, and of other heads their largest logsumexp.
 
     max_j s_ij ≤ log Σ_j exp(s_ij), so a head whose logsumexps stay under the threshold has no logit over it.
 
     Args:
-        lse: the logsumexp of each row, on a CPU.
+        lse: the logsumexp of each row, on a CPU and without a graph.
         threshold: above 0, in nats.
         plain: q [b h t d], k [b g s d], scale and causality of the call.
 
@@ -235,7 +236,7 @@ def bounded_max_stats(
     limit = threshold * (1 - _ROUNDED)
     # Without a loop in Python where nothing is over; NaN is not under.
     if all(map(float(limit).__ge__, bound.tolist())):
-        return only_extremes(bound)
+        return bound
     if plain is None:
         return None
     q, k, scale, is_causal = plain
@@ -243,8 +244,9 @@ def bounded_max_stats(
         return None
     over = (~(bound <= limit)).nonzero()[:, 0]
     keys = over // (q.shape[1] // k.shape[1])
-    largest, _ = logit_pass.plain_extremes(q[:, over], k[:, keys], scale, is_causal)
-    return only_extremes(bound.to(largest).index_copy(0, over, largest.amax((0, 2))))
+    with torch.no_grad():
+        largest, _ = logit_pass.plain_extremes(q[:, over], k[:, keys], scale, is_causal)
+    return bound.to(largest).index_copy(0, over, largest.amax((0, 2)))
 
 
 @torch.no_grad()

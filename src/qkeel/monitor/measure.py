@@ -88,8 +88,9 @@ class StepNumbers(Visitor):
         self._sparse = SparseAttention(tokens, self._numbers, compares=compares)
         self.weights_not_finite: tuple[str, ...] = ()
         self._first_look = FirstLook(sites.model)
-        # Of the pass that runs.
+        # Of the pass that runs, and the call of a module that was looked at last.
         self._gates: GateMode | None = None
+        self._frame: ModuleCall | None = None
         # None until the first pass, in which the sites become known.
         self._hidden: HiddenStates | None = None
         self._readers: tuple[WeightNorms, GainBounds] | None = None
@@ -132,18 +133,26 @@ class StepNumbers(Visitor):
         return self._look if self.sites.searches else None
 
     def _look(self, frame: ModuleCall, /, *, chooses: bool) -> None:
-        if self.sites.look(frame, chooses=chooses) and self._hidden is not None:
+        self._frame = frame
+        if self.sites.look(frame, chooses=chooses):
+            self._extend()
+
+    def _extend(self) -> None:
+        """Looks at the hidden states of a site that was found in the pass that runs."""
+        if self._hidden is not None and self._frame is not None:
             names = [site.name for site in self.sites.all]
-            self._hidden.extend(names, frame.line())
+            self._hidden.extend(names, self._frame.line())
 
     def search_over(self, watcher: CaptureMode) -> None:
         self.sites.search_over(watcher)
+        self._frame = None
 
     def reads_plain(self, name: str) -> bool:
         return name not in self.sites.hiding
 
     def call(self, name: str, call: Seen, candidate: bool) -> None:
-        self.sites.see(name, call)
+        if self.sites.see(name, call):
+            self._extend()
         if candidate:
             # First, as all that is computed from the call passes by it.
             if self._gates is not None:
@@ -232,7 +241,7 @@ class StepNumbers(Visitor):
         return StepSpectra(self.sites.model, sites)
 
     def _read_weights(self) -> None:
-        if self._hidden is None:
+        if self._hidden is None or not self.sites.has_weights:
             return
         model, sites = self.sites.model, self.sites.all
         if self._readers is not None and self._readers[0].is_outdated():

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import collections
 import functools
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +25,7 @@ from qkeel.capture.example import (
     tensors,
     undisturbed,
 )
+from qkeel.capture.random_streams import RandomStreams
 from qkeel.errors import QkeelError
 from qkeel.handle import Handle
 from qkeel.monitor.finite_stages import (
@@ -60,14 +59,10 @@ class KeptPass:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        # The accelerator's stream, where there is one.
-        self._device = device if device.type == "cuda" else None
         self._last = LastPass(device.type, args, kwargs, model.training)
         self.args, self.kwargs = self._last.args, self._last.kwargs
         self.output_grads: dict[int, Tensor] = {}
-        self._streams = torch.get_rng_state(), random.getstate(), np.random.get_state()
-        if self._device is not None:
-            self._device_stream = torch.cuda.get_rng_state(self._device)
+        self._streams = RandomStreams(model.parameters())
         self._buffers = [
             (buffer, buffer.detach().clone())
             for module in model.modules()
@@ -88,11 +83,7 @@ class KeptPass:
             torch.enable_grad(),
             self._last.setting(model),
         ):
-            torch.set_rng_state(self._streams[0])
-            random.setstate(self._streams[1])
-            np.random.set_state(self._streams[2])
-            if self._device is not None:
-                torch.cuda.set_rng_state(self._device_stream, self._device)
+            self._streams.restore()
             with torch.no_grad():
                 for buffer, value in self._buffers:
                     buffer.copy_(value)

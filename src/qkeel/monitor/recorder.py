@@ -184,7 +184,10 @@ class Recorder:
             for alarm in self.log.update(history):
                 self._tell_alarm(alarm)
             for notice in self.log.over(history):
-                text = f"the notice of step {notice.step:,} is over: {notice.cause}"
+                text = (
+                    f"the notice of step {notice.step:,} holds no longer at step {step:,}: "
+                    f"{notice.cause}"
+                )
                 event = {"step": step, "event": OVER, "rule": notice.rule}
                 self.event({**event, "text": text})
 

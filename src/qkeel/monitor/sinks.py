@@ -15,6 +15,7 @@ from typing import final
 
 import numpy as np
 
+from qkeel import distributed as dist
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import (
     InvalidTypeError,
@@ -35,6 +36,7 @@ from qkeel.records import (
     RunDirectory,
     RunStatus,
     append_line,
+    disk,
     fresh_directory,
     write_json,
 )
@@ -63,8 +65,8 @@ class Sink(abc.ABC):
     def require(self) -> None:  # noqa: B027 - most sinks need nothing
         """Called by `qkeel.watch` before anything is measured.
 
-        Raises: MissingLibraryError if a library that the sink needs is not installed, so that no run is lost because of
-            it.
+        Raises: MissingLibraryError if a library that the sink needs is not installed, RunDirectoryError if its directory
+            cannot be written, so that no run is lost because of it.
         """
 
     @abc.abstractmethod
@@ -122,6 +124,14 @@ class RunDirectorySink(Sink):
         self._left_out: set[str] = set()
         self._summary: dict[str, float] = {}
         self._warned = False
+
+    def require(self) -> None:
+        """Raises an error before training if the process that writes could not create the directory.
+
+        Raises: RunDirectoryError if nothing can be written there.
+        """
+        if dist.rank() == 0:
+            disk.check_writable(self._home / self.asked)
 
     def open(self, about: Mapping[str, object]) -> None:
         """Creates the directory; config.json is written last, so that a directory that contains it is complete."""

@@ -133,28 +133,12 @@ def watch(
         InvalidValueError: the optimizer does not contain any of the model's parameters, the forward does not take the
             argument named by `query_mask` or `classes`, classes are combined with statistics other than True, updates
             are requested without an optimizer, no model is given, or a model is given twice.
-        RefusedError: the model is wrapped in FullyShardedDataParallel (FSDP1) or trains under DeepSpeed's ZeRO stage 3,
-            the sites are those of another model, or a probe batch is given for several models.
+        RefusedError: the sites are those of another model, or a probe batch is given for several models.
         MissingLibraryError: a sink needs a library that is not installed.
         UnknownNameError: the statistics do not exist, or no sink has this name.
         AlreadyAppliedError: the model is already watched.
     """
     models = named_models(model, "watch")
-    if any(
-        dist.is_flat(wrapper)
-        for module in models.values()
-        for wrapper in dist.wrappers(module)
-    ):
-        raise RefusedError(
-            "expected fully_shard, DistributedDataParallel or a plain model; FullyShardedDataParallel (FSDP1) keeps "
-            "flattened pieces of weights, in which heads cannot be found. Move to torch.distributed.fsdp.fully_shard"
-        )
-    if any(dist.zero_stage(module) == 3 for module in models.values()):
-        raise RefusedError(
-            "expected fully_shard, DistributedDataParallel or a plain model; DeepSpeed's ZeRO stage 3 does not keep "
-            "weights between passes, so heads cannot be read. Move to torch.distributed.fsdp.fully_shard, or to ZeRO "
-            "stage 2"
-        )
     if wanted(stats)[0] is not True and classes is not None:
         raise InvalidValueError(
             f"expected stats=True with classes, because what {stats=} measures is not split by class"
@@ -180,6 +164,7 @@ def watch(
         optimizer is None
         or "" not in models
         or any(map(dist.is_split, models[""].parameters()))
+        or dist.hides_weights(models[""])
     ):
         raise RefusedError(
             "expected an optimizer and one model whose weights are not sharded with nan=True, because the step's pass "
@@ -262,7 +247,10 @@ def _training(
         stepped = [p for group in entry.param_groups for p in group["params"]]
         if not weights.isdisjoint(map(id, in_backward)):
             caution(_IN_BACKWARD)
-        elif weights.isdisjoint(map(id, stepped)):
+        # DeepSpeed's ZeRO gives an optimizer flat pieces in place of the model's parameters.
+        elif weights.isdisjoint(map(id, stepped)) and not any(
+            map(dist.zero_stage, models)
+        ):
             raise InvalidValueError(
                 "the optimizer does not contain any of the model's parameters; pass the optimizer that trains this "
                 "model, created from model.parameters()"

@@ -30,8 +30,13 @@ from qkeel.errors import (
 )
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.sites.find import own_sites
-from qkeel.sites.search import SiteSearch, unseen
+from qkeel.sites.search import SiteSearch, unknown_site, unseen
 from qkeel.sites.site import Sites, share
+
+_FLAT = (
+    "{} holds the model's weights in flat pieces, so what needs weights (their norms, gradients and updates) is left out; "
+    "the logits are watched. torch.distributed.fsdp.fully_shard shows both"
+)
 
 
 @final
@@ -100,6 +105,7 @@ class WatchedSites:
         types: the types of the layers whose calls were seen; replaced by a new object when one changes.
         hiding: the names of sites of which a call that showed the type hid keys.
         errors: how many searches have failed.
+        has_weights: whether the weights of the model can be read between its passes.
     """
 
     def __init__(
@@ -116,6 +122,7 @@ class WatchedSites:
         self._group, self._is_given = group, given is not None
         self.types: Mapping[str, LayerType] = {}
         self.errors = 0
+        self.has_weights = True
         # By name, the place of each site in `all`.
         self._index: dict[str, int] = {}
         if given is not None:
@@ -144,6 +151,12 @@ class WatchedSites:
         if not self._is_given:
             self._own_pass = SiteSearch(self.model, may_wait=self._group.all_watch)
             self._add(Sites(own_sites(self.model)))
+        wrapper = dist.hides_weights(self.model)
+        self.has_weights = not wrapper
+        if wrapper:
+            self.all[:] = [site.without_weights(wrapper) for site in self.all]
+        if wrapper and not dist.rank():
+            caution(_FLAT.format(wrapper))
 
     @property
     def searches(self) -> bool:
@@ -165,7 +178,7 @@ class WatchedSites:
             return
         self.all.missed = tuple(dict.fromkeys(watcher.missed))
         search.tell()
-        if search.failure is not None:
+        if search.failure is not None and self.has_weights:
             self._error = RefusedError(
                 f"its modules do not run alone: {search.failure}"
             )
@@ -188,9 +201,14 @@ class WatchedSites:
                 "split: qkeel.watch(..., sites=sites)"
             )
 
-    def see(self, name: str, call: Seen) -> None:
-        """Records a call of a site. Its visible sets are examined if its keys are not those of the call that was
-        examined last."""
+    def see(self, name: str, call: Seen) -> bool:
+        """Records a call of a site, and returns whether it shows a new one: a module that does not run alone is known by
+        its calls. Its visible sets are examined if its keys are not those of the call that was examined last."""
+        is_new = self._own_pass is not None and name not in self._index
+        if self._own_pass is not None and is_new:
+            module = self.model.get_submodule(name.partition("#")[0])
+            self._index[name] = len(self.all)
+            self.all.append(unknown_site(name, module, call, self._own_pass.failure))
         self._compare_heads(name, call)
         visible = self._visible.setdefault(name, _VisibleKeys())
         queries, digest = call.query_shape[1], visible_digest(call)
@@ -203,6 +221,7 @@ class WatchedSites:
                 self.hiding.discard(name)
             else:
                 self.hiding.add(name)
+        return is_new
 
     def _compare_heads(self, name: str, call: Seen) -> None:
         """Warns once of a call with other heads than those whose weights are known, as some of the tokens may show."""

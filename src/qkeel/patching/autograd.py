@@ -101,6 +101,11 @@ def version_of(x: Tensor) -> int:
     return x._version
 
 
+def writes_to(tensors: Iterable[Tensor]) -> int:
+    """Returns how many times any of these tensors has been written to in place."""
+    return sum([x._version for x in tensors])
+
+
 def is_wrapper(x: Tensor) -> bool:
     """True for tensor subclasses that wrap other tensors, such as DTensor and quantised ones."""
     return is_traceable_wrapper_subclass(x)

@@ -28,6 +28,7 @@ from qkeel.patching.modes import (
     ModuleTree,
     Uncopied,
     compiler_loaded,
+    fsdp1_kinds,
     hooks_before,
     inferring_shapes,
     outside_checkpoints,
@@ -296,8 +297,6 @@ class ForwardPasses(Handle):
         self.repeated: Callable[[], None] | None = (
             None  # called when a checkpoint repeats a call, with gradients
         )
-        # Keeps the compiler from inlining the hooks and from compiling what they call.
-        run_uncompiled(DormantHook.__call__.__code__)
         enter, leave = (DormantHook(f, owner) for f in (self._enter, self._leave))
         self._hooks = [
             model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
@@ -457,9 +456,11 @@ _REMOVED = object()
 class DormantHook(Uncopied):
     """A hook that does nothing inside compiled code, and that is dropped from copies and pickles of a model."""
 
-    def __init__(self, act: Any, owner: object) -> None:
+    def __init__(self, act: Any, owner: object = None) -> None:
         self.act, self.owner = act, owner
         self.uncompiled: Any = torch.compiler.disable(act)
+        # Keeps the compiler from inlining the hook and from compiling what it calls.
+        run_uncompiled(DormantHook.__call__.__code__)
 
     def __call__(
         self, module: nn.Module, args: object, last: object = _REMOVED
@@ -495,11 +496,11 @@ def owners(model: nn.Module) -> list[object]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the user's module inside the wrappers of torch.compile, DistributedDataParallel and DataParallel."""
+    """Returns the user's module inside the wrappers of torch.compile, DistributedDataParallel, DataParallel and
+    FullyShardedDataParallel."""
+    kinds = nn.parallel.DistributedDataParallel, nn.DataParallel, *fsdp1_kinds()
     while True:
         model = uncompiled(model)
-        if not isinstance(
-            model, (nn.parallel.DistributedDataParallel, nn.DataParallel)
-        ):
+        if not isinstance(model, kinds):
             return model
-        model = model.module
+        model = model.module  # pyright: ignore[reportAssignmentType]

@@ -36,6 +36,7 @@ from torch.overrides import (
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
 )
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
@@ -187,8 +188,8 @@ def unguarded(act: Callable[..., T], *args: object) -> T:
 # nn.Module's public methods list the entries or set one entry at a time. They neither preserve the order of restored
 # entries nor identify hooks.
 
-# Attribute names of the wrapped module in activation checkpointing and torch.compile.
-WRAPPED_AS = ("_checkpoint_wrapped_module", "_orig_mod")
+# Attribute names of the wrapped module in activation checkpointing, torch.compile and FSDP1.
+WRAPPED_AS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 TABLES = ("_parameters", "_modules", "_buffers")
 
 
@@ -443,7 +444,7 @@ def pickle_by(
 # Torch operators without a public function: attention kernels, and operators over lists.
 
 # They return (output, row logsumexps, ...); F.scaled_dot_product_attention returns only the output.
-flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_on_cpu: Callable[..., Any] = torch._scaled_dot_product_flash_attention_for_cpu
 flash_on_cpu_backward = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 )
@@ -635,6 +636,12 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtens
 _BETWEEN_TWO = re.compile("send|recv")
 
 
+def fsdp1_kinds() -> tuple[type[nn.Module], ...]:
+    """Returns the class FullyShardedDataParallel, or nothing if it was not imported, which takes as long as half of torch."""
+    home = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    return () if home is None else (home.FullyShardedDataParallel,)
+
+
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
     """A context in which weights that fully_shard has split are complete and have their usual names.
@@ -684,6 +691,9 @@ def shard_alike(model: nn.Module, part: nn.Module, near: Tensor) -> None:
     support the part: it cannot split scalars, and it accepts no new part on a mesh that it shares with tensor
     parallelism.
     """
+    # Nearly always, and of every part that is added to a model; a walk over its modules takes longer than the part.
+    if not is_traceable_wrapper_subclass(near):
+        return
     modules = _sharded_modules(model)
     groups = [group for module in modules for group in _parameter_groups(module)]
     home = next(

@@ -47,22 +47,28 @@ def listed(optimizer: object) -> list[Optimizer]:
             raise InvalidTypeError(
                 f"expected an optimizer, got the class {name}; make one: {name}(model.parameters())"
             )
-        if not isinstance(entry, Optimizer):
+        inner = entry
+        # Fabric's wrapper is of the optimizer's class, and has the optimizer as a property; DeepSpeed's is no Optimizer.
+        while inner is not None and not _is_stepped(inner):
+            inner = getattr(inner, "optimizer", None)
+        if inner is None and not isinstance(entry, Optimizer):
             raise InvalidTypeError(
                 f"expected a torch.optim.Optimizer or a list of them, got {type(entry).__name__}"
             )
-        if runs_step_hooks(entry) or isinstance(
-            vars(entry).get("optimizer"), Optimizer
-        ):
-            continue
-        # Fabric's wrapper is of the optimizer's class, and has the optimizer as a property.
-        several[i] = getattr(entry, "optimizer", None)
-        if not isinstance(several[i], Optimizer) or not runs_step_hooks(several[i]):
+        if inner is None:
             raise InvalidTypeError(
                 f"expected an optimizer whose steps run torch's hooks, got {type(entry).__name__}, which does not call "
                 "Optimizer.__init__; pass the optimizers inside it, as a list"
             )
+        several[i] = inner
     return several
+
+
+def _is_stepped(entry: object) -> bool:
+    """True for an optimizer whose steps run torch's hooks, and for a wrapper that holds one."""
+    return isinstance(entry, Optimizer) and (
+        runs_step_hooks(entry) or isinstance(vars(entry).get("optimizer"), Optimizer)
+    )
 
 
 @final

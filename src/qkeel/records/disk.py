@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import secrets
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -168,6 +169,20 @@ def make_directory(path: Path, parents: bool = True) -> bool:
                 raise
             return False
     return True
+
+
+def check_writable(path: Path) -> None:
+    """Raises an error if no directory can be written at this path; nothing is left behind.
+
+    Raises:
+        RunDirectoryError: a file cannot be created in the folder that would hold it.
+    """
+    folder = path if path.is_dir() and not any(path.iterdir()) else path.parent
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    # Tried, because permissions say nothing of a read-only or a virtual file system.
+    with _reported("create", path, _WRITABLE), tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def hold_lock(file: int, wait: float) -> bool:

@@ -39,7 +39,7 @@ from qkeel.remedies.processes import (
     check_added,
     check_peers,
     check_wrapper,
-    refused_under_zero,
+    refused_when_flattened,
 )
 from qkeel.remedies.step_remedy import StepRemedy
 from qkeel.remedies.untrained_parameters import notice_untrained
@@ -105,7 +105,9 @@ def apply_now(
 
     handle = dist.agree(WHAT, applied, lambda _: "applied", Handle.remove)
     for target, _ in targets:
-        handle = refused_under_zero(handle, target.model, remedies, target.optimizer)
+        handle = refused_when_flattened(
+            handle, target.model, remedies, target.optimizer
+        )
     handle.about = "+".join(parsed.name for parsed in remedies)
     return handle
 

@@ -328,7 +328,7 @@ class ChangeNorm(ChangeSpec):
         for projection in placed:
             projection.seen = []
         try:
-            observer = call_observer(target.model, sites, note)
+            observer = call_observer(target.model, sites, note, target.trace)
             run_once(target.model, *target.batch, observer)
         finally:
             sizes = [{*(projection.seen or [0])} for projection in placed]

@@ -14,6 +14,44 @@ from qkeel.functional.norms import wide
 from qkeel.patching.modes import copy_to_all, lerp_all_in_place, multiply_all
 from qkeel.sites.site import HeadSlice
 
+
+@final
+class TensorViews:
+    """Views of tensors, which are made again only if a tensor has got other memory, or another form, since.
+
+    A step asks for them several times, and making one takes several operators and Python calls for every tensor.
+
+    Args:
+        tensors: weights, or other tensors that stay the same objects. Of those that are split across processes, views
+            are made each time.
+        view: makes the view of a tensor, given its index, without a graph; of a split one, of this process's part.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], view: Callable[[int, Tensor], Tensor]
+    ) -> None:
+        self._tensors, self._view = tensors, view
+        self._are_kept = not any(map(dist.is_split, tensors))
+        self._memory: list[object] = []
+        self._views: list[Tensor] = []
+
+    def __call__(self) -> list[Tensor]:
+        """Returns the views; the same list as before if none was made again."""
+        # While the views are kept, no other tensor can get the address of their memory.
+        memory: list[object] = (
+            [(x.data_ptr(), x.shape, x.stride()) for x in self._tensors]
+            if self._are_kept
+            else []
+        )
+        if not memory or memory != self._memory:
+            self._memory = memory
+            self._views = [
+                self._view(i, dist.local(x).detach())
+                for i, x in enumerate(self._tensors)
+            ]
+        return self._views
+
+
 #: A tensor, a slice of it, and the indices [n most] of each head's factors in a row of factors.
 Share = tuple[Tensor, HeadSlice, Tensor]
 
@@ -23,8 +61,8 @@ class HeadRows:
     """Rows of many tensors, which are copied, scaled and set back by one factor for each head.
 
     A row's factor is the smallest of the factors of the heads that own it, and 1 if no head does. Of a weight that is
-    split across processes, these are the rows of this process's part. Views are made anew each time, since a tensor's
-    storage may be another one by then; nothing waits for a device, except where it is said.
+    split across processes, these are the rows of this process's part. Nothing waits for a device, except where it is
+    said.
 
     Args:
         shares: which rows of which tensors have which factors.
@@ -50,6 +88,11 @@ class HeadRows:
                 table = table[slice(*block.spans[s.axis if tensor.ndim > 1 else 0])]
             tables.append(table)
         self._tensors = [(tensor, s) for tensor, s, _ in columns.values()]
+        #: Returns each tensor as its rows [n m].
+        self.rows = TensorViews(
+            [tensor for tensor, _ in self._tensors],
+            lambda i, tensor: self._tensors[i][1].rows_of(tensor),
+        )
         self._counts = [len(table) for table in tables]
         most = max(table.shape[1] for table in tables)
         # A row with fewer owners than another repeats its first.
@@ -57,10 +100,7 @@ class HeadRows:
             [torch.cat([t, t[:, :1].expand(-1, most - t.shape[1])], 1) for t in tables]
         )
         self._copies: list[Tensor] = []
-
-    def rows(self) -> list[Tensor]:
-        """Returns each tensor as its rows [n m]."""
-        return [s.rows_of(dist.local(t).detach()) for t, s in self._tensors]
+        self._copied: list[Tensor] = []
 
     def factors(
         self, row: Tensor, rows: Sequence[Tensor], *, of_old: bool = False
@@ -70,20 +110,25 @@ class HeadRows:
         row: the factors of all heads, and a 1 behind them. of_old: whether 1 - f is returned, the share of the old
         weight."""
         self._owners = self._owners.to(row.device)
-        factors = row[self._owners].amin(1)
+        factors = row[self._owners].amin(1, keepdim=True)
         shares = (1 - factors if of_old else factors).split(self._counts)
-        return [f.to(x.device, wide(x.dtype))[:, None] for f, x in zip(shares, rows)]
+        dtypes = {dtype: wide(dtype) for dtype in {x.dtype for x in rows}}
+        return [
+            f
+            if f.dtype == dtypes[x.dtype] and f.device == x.device
+            else f.to(x.device, dtypes[x.dtype])
+            for f, x in zip(shares, rows)
+        ]
 
     def copies(self) -> list[Tensor]:
         """Returns copies of the rows."""
         rows, copies = self.rows(), self._copies
         # The model may have been moved or cast since the last step.
-        if [(x.shape, x.dtype, x.device) for x in copies] != [
-            (x.shape, x.dtype, x.device) for x in rows
-        ]:
+        if rows is not self._copied:
             copies = [torch.empty_like(x) for x in rows]
-        # A CPU's allocator would map large blocks anew in each step; a GPU's keeps freed memory for others to use.
-        self._copies = copies if all([x.is_cpu for x in rows]) else []
+            # A CPU's allocator would map large blocks anew in each step; a GPU's keeps freed memory for others to use.
+            are_kept = all([x.is_cpu for x in rows])
+            self._copied, self._copies = (rows, copies) if are_kept else ([], [])
         copy_to_all(copies, rows)
         return copies
 

@@ -16,6 +16,7 @@ from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.functional.norms import wide
 from qkeel.patching.autograd import is_wrapper
 from qkeel.remedies.base import Target, unconfirmed, where
+from qkeel.remedies.head_rows import TensorViews
 from qkeel.remedies.optimizer_trials import check_steps
 from qkeel.sites.site import HeadSlice
 
@@ -48,8 +49,7 @@ class HeadWeights:
     frozen.
 
     Args:
-        target: the model and its sites.
-        optimizers: the optimizers that take the steps.
+        target: the model, its sites and its optimizers.
         remedy: the remedy's name, for errors.
         extras: further slices, such as biases, which the optimizers need not hold.
 
@@ -60,10 +60,10 @@ class HeadWeights:
     def __init__(
         self,
         target: Target,
-        optimizers: Sequence[Optimizer],
         remedy: str,
         extras: Iterable[HeadSlice] = (),
     ) -> None:
+        self.all_optimizers = optimizers = target.need_optimizers(remedy)
         self.slices: list[HeadSlice] = []
         self.parameters: list[nn.Parameter] = []
         self._entries: dict[int, int] = {}
@@ -256,9 +256,8 @@ def _rounds_to(copy: Tensor, weight: Tensor) -> bool:
 WeightNorm = Callable[[Tensor], Tensor]
 
 
-def frobenius_norm(heads: Tensor) -> Tensor:
-    """Returns the Frobenius norm ‖W^h‖_F of each head's part, from [… r m] to […]."""
-    return torch.linalg.vector_norm(heads, dim=(-2, -1))
+# Returns the Frobenius norm ‖W^h‖_F of each head's part, from [… r m] to […].
+frobenius_norm: WeightNorm = functools.partial(torch.linalg.vector_norm, dim=(-2, -1))
 
 
 @final
@@ -290,19 +289,31 @@ class HeadNorms:
                         "parts; use norm=frobenius"
                     )
         self._sums = dist.PartialSums(blocks)
+        self._whole = [i for i in range(len(tensors)) if i not in self._owners]
+        #: The heads [n r m] of the weights that are whole, or the weights where heads are no view of them.
+        self._views = TensorViews(
+            [tensors[i] for i in self._whole],
+            self._view,
+        )
+
+    def _view(self, index: int, tensor: Tensor) -> Tensor:
+        s = self._slices[self._whole[index]]
+        return tensor if s.grid is None else s.heads(tensor)
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
         device = self._tensors[0].device
         norms: dict[int, Tensor] = {}
+        for i, view in zip(self._whole, self._views()):
+            s = self._slices[i]
+            of_heads = self._norm(view if s.grid is not None else s.heads(view))
+            norms[i] = of_heads if of_heads.device == device else of_heads.to(device)
         squares: list[Tensor] = []
-        for i, (s, tensor) in enumerate(zip(self._slices, self._tensors)):
-            if i not in self._owners:
-                norms[i] = self._norm(s.heads(tensor)).to(device)
-                continue
-            rows = s.rows_of(dist.local(tensor))
+        for i, owners in self._owners.items():
+            s = self._slices[i]
+            rows = s.rows_of(dist.local(self._tensors[i]))
             of_rows = rows.to(wide(rows.dtype)).square().sum(1)
-            owners = self._owners[i] = self._owners[i].to(of_rows.device)
+            owners = self._owners[i] = owners.to(of_rows.device)
             # The number behind the last head gets the rows that belong to none, and is dropped.
             of_heads = of_rows.new_zeros(s.n + 1).index_add_(0, owners, of_rows)[:-1]
             # Of processes that hold the same part, one sends it.

@@ -1,19 +1,31 @@
-"""Notices that a remedy for optimizer steps no longer acts: another optimizer trains, or the weights were replaced."""
+"""Notices that a remedy for optimizer steps no longer acts, or not on all: another optimizer trains, the weights were
+replaced, or attention was added to the model."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from qkeel import distributed as dist
+from qkeel.capture.intercept import CapturedCall
 from qkeel.errors import caution
 from qkeel.handle import Handle, compose
-from qkeel.patching.autograd import version_of
-from qkeel.patching.forward import ForwardPasses
-from qkeel.patching.modes import ModuleTree, unguarded
+from qkeel.nn.attention import SpecModule
+from qkeel.patching.autograd import writes_to
+from qkeel.patching.forward import (
+    DormantHook,
+    ForwardPasses,
+    in_extra_pass,
+    joining,
+)
+from qkeel.patching.modes import Args, Kwargs, ModuleTree, unguarded
 from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import Remedy, Target, active_on
+from qkeel.sites.search import call_observer
+from qkeel.sites.site import AttentionSite
 
 # Passes before which the weights changed without a step of the remedy's optimizer. One is a loaded state or a
 # perturbation of the weights, as sharpness-aware steps make it; three are another optimizer's training.
@@ -30,28 +42,39 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
     modules = [weakref.ref(site.module) for site in target.sites]
     names = list(dict.fromkeys(s.parameter for s in target.logit_slices()))
     weights, tree = [target.parameter(name) for name in names], ModuleTree(model)
+    ids = {*map(id, weights)}
     # The sum of the weights' versions before the last pass, if no step of the optimizer followed it.
     version: int | None = None
     passes, has_warned = 0, False
+    n_parameters = len(tree.parameters())
+    # Of several optimizers, each has the remedy on sites of its own, and the first tells. The target holds the optimizer,
+    # whose end is the remedy's.
+    sites, is_first = target.sites, target.sites[:1] == target.all_sites[:1]
+    modules_before = weakref.WeakSet[nn.Module](model.modules())
 
     def after_step(*_: object) -> None:
         nonlocal version, passes
         version, passes = None, 0
 
-    def before_pass(*_: object) -> None:
-        nonlocal version, passes, has_warned
+    def before_pass(_: nn.Module, args: Args, kwargs: Kwargs, compiled: bool) -> None:
+        nonlocal version, passes, has_warned, n_parameters
         # Without gradients it is no training, and may run other weights, as an average of them.
-        if has_warned or not torch.is_grad_enabled():
+        if has_warned or not torch.is_grad_enabled() or in_extra_pass():
             return
-        earlier, version = version, sum(map(version_of, weights))
+        earlier, version = version, writes_to(weights)
         # Weights that stay as they are mean accumulated gradients, however many passes there are.
         passes += earlier not in (None, version)
         # fully_shard exchanges parameters during passes. Elsewhere in the model is fine, as under a parametrization that
         # was added later.
-        present = {*map(id, tree.parameters())}
-        is_replaced = any(
-            id(x) not in present and not dist.is_split(x) for x in weights
-        )
+        held = tree.parameters()
+        # An added layer has parameters of its own.
+        if is_first and len(held) != n_parameters:
+            n_parameters = len(held)
+            _look_for_later_attention(
+                model, sites, remedy, modules_before, args, kwargs
+            )
+        missing = ids.difference(map(id, held))
+        is_replaced = any([not dist.is_split(x) for x in weights if id(x) in missing])
         if not is_replaced and passes < _PASSES:
             return
         has_warned = True
@@ -75,5 +98,46 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
             caution(f"{remedy.name} has no effect: {reason}")
 
     steps = optimizer.register_step_post_hook(in_real_steps(after_step))
-    hooks = ForwardPasses(model, before_pass, lambda *_: None, guard=unguarded)
-    return compose([hooks, Handle(steps.remove)])
+    calls = model.register_forward_pre_hook(DormantHook(before_pass), with_kwargs=True)
+    return compose([Handle(calls.remove), Handle(steps.remove)])
+
+
+def _look_for_later_attention(
+    model: nn.Module,
+    sites: Sequence[AttentionSite],
+    remedy: Remedy,
+    before: weakref.WeakSet[nn.Module],
+    args: Args,
+    kwargs: Kwargs,
+) -> None:
+    """Observes the pass of these arguments, which is about to begin, and warns of attention in modules that were put into
+    the model after a remedy was applied; they are added to the modules `before`."""
+    later: dict[str, nn.Module] = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, SpecModule) and module not in before
+    }
+
+    def note(captured: CapturedCall) -> None:
+        if captured.frame.module not in before:
+            later[captured.frame.name] = captured.frame.module
+
+    def begin(args: Args, kwargs: Kwargs, compiled: Callable[[], bool]) -> None:
+        # Compiled code does not run inside a mode.
+        if not compiled():
+            watcher = call_observer(model, sites, note)
+            watcher.stack.begun(args, dict(kwargs))
+            watcher.look(passes.around)
+
+    def end(output: object, failed: bool) -> None:
+        passes.remove()
+        names = [n for n, m in later.items() if remedy.name not in active_on(m)]
+        if names and not failed:
+            before.update(later.values())
+            caution(
+                f"{remedy.name} does not act on {', '.join(names)}, which was put into the model later: remove() the "
+                f"handle and apply {remedy.name} again"
+            )
+
+    with joining(model, args, kwargs):
+        passes = ForwardPasses(model, begin, end, guard=unguarded)

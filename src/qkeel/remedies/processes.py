@@ -36,10 +36,13 @@ def check_wrapper(model: nn.Module, remedies: Sequence[Remedy]) -> None:
             "weights, in which heads cannot be found. Use torch.distributed.fsdp.fully_shard, ZeRO stage 0, or a "
             "remedy that changes the model, such as qk_norm or softcap, applied before deepspeed.initialize"
         )
-    if any(map(dist.is_flat, dist.wrappers(model))):
+    if dist.hides_weights(model):
+        way = ", or apply the remedy before wrapping"
+        if any(remedy.on_steps for remedy in remedies):
+            way = ": fully_shard(module) for each module that is wrapped now"
         raise RefusedError(
             "this model is wrapped in FullyShardedDataParallel, which flattens its parameters, so the weights of heads "
-            "cannot be known. Use torch.distributed.fsdp.fully_shard, or apply the remedy before wrapping"
+            f"cannot be known. Use torch.distributed.fsdp.fully_shard{way}"
         )
 
 
@@ -150,25 +153,24 @@ def check_peers(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
                 )
 
 
-def refused_under_zero(
+def refused_when_flattened(
     handle: Handle,
     model: nn.Module,
     remedies: Sequence[Remedy],
     optimizer: Optimizer | None,
 ) -> Handle:
-    """Returns a handle of remedies that makes every step raise RefusedError if deepspeed.initialize was called later.
+    """Returns a handle of remedies that makes every step raise RefusedError if deepspeed.initialize was called later, or
+    the model was wrapped in FullyShardedDataParallel.
 
     This concerns only remedies that change optimizer steps."""
-    if (
-        optimizer is None
-        or "deepspeed" not in sys.modules
-        or not any(remedy.on_steps for remedy in remedies)
-    ):
+    may_be_flattened = dist.on() or "deepspeed" in sys.modules
+    on_steps = any(remedy.on_steps for remedy in remedies)
+    if optimizer is None or not may_be_flattened or not on_steps:
         return handle
     # The look through the model is done once; a refusal, which is not cached, is found again in every step.
     check = functools.cache(lambda: check_wrapper(model, remedies))
     hook = optimizer.register_step_pre_hook(in_real_steps(lambda *_: check()))
-    # Before the remedies read weights, of which stage 3 keeps none between passes.
+    # Before the remedies read weights, of which there are only pieces between passes.
     go_first(hook)
     return _with_hook(handle, hook)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, final
 from weakref import WeakKeyDictionary
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from qkeel.capture.calls import maxima
+from qkeel.capture.calls import joint_statistics, maxima
 from qkeel.errors import RefusedError, caution
 from qkeel.functional.bounds import qk_clip_gamma
 from qkeel.handle import Handle, compose
@@ -135,8 +135,7 @@ class QKClip(StepRemedy):
         )
 
     def apply(self, target: Target) -> Handle:
-        optimizers = target.need_optimizers(self.name)
-        clip = _Clip(self, target, optimizers)
+        clip = _Clip(self, target)
         handles = [Handle(clip.remove), clip.matched]
         for optimizer in clip.rows:
             # The hook that clips is registered last: `scale_steps` comes before it in any case.
@@ -148,12 +147,8 @@ class QKClip(StepRemedy):
                     target.model, clip.before_pass, lambda *_: None, guard=unguarded
                 )
             )
-
-        def undo() -> None:
-            for handle in reversed(handles):
-                handle.remove()
-
-        return Handle(undo, state=clip.matched.state, load=clip.matched.load)
+        matched = clip.matched
+        return Handle(compose(handles).remove, state=matched.state, load=matched.load)
 
 
 @final
@@ -162,12 +157,7 @@ class _Clip:
 
     The factors form one row: γ for the query heads of all sites, then the square roots of these, then a 1."""
 
-    def __init__(
-        self,
-        remedy: QKClip,
-        target: Target,
-        optimizers: Sequence[Optimizer],
-    ) -> None:
+    def __init__(self, remedy: QKClip, target: Target) -> None:
         self.remedy, self.sites = remedy, target.sites
         factors = factors_by_site(target, by_group=remedy.groups == "group")
         n_heads = sum(site.n_heads for site in target.sites)
@@ -188,7 +178,7 @@ class _Clip:
                 indices = factor.heads + first + (n_heads if factor.root else 0)
                 clipped += [(s, indices) for s in (weight, weight.bias_of()) if s]
             first += site.n_heads
-        weights = HeadWeights(target, optimizers, remedy.name, [s for s, _ in clipped])
+        weights = HeadWeights(target, remedy.name, [s for s, _ in clipped])
         weights.check_steps(remedy.name)
         # The weights of each site that may be frozen later, and are then not scaled.
         self._trained = [
@@ -210,10 +200,11 @@ class _Clip:
         self._products: Tensor | None = None
         if remedy.steps == "matched":
             self._products = weights.row(1.0)
-            self.matched = _matched_steps(remedy, weights, optimizers, self._products)
+            self.matched = _matched_steps(remedy, weights, self._products)
         #: The factors of optimizers that have not stepped since these were computed.
         self._waiting: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
-        self._first = weakref.ref(optimizers[0])
+        optimizer = weights.all_optimizers[0]
+        self._first = weakref.ref(optimizer)
         #: Whether maxima have come since the last step of the first optimizer.
         self._has_maxima = False
         named = dict(remedy.heads or ())
@@ -253,7 +244,7 @@ class _Clip:
         # Nothing uses what the tap reads once the optimizer is gone. A tap refers to its model, which may refer to the
         # optimizer, so a strong reference here would keep all of them for good.
         # Of several optimizers, the first is the one that holds weights.
-        self._gone = weakref.finalize(optimizers[0], _stop, weakref.ref(self.tap))
+        self._gone = weakref.finalize(optimizer, _stop, weakref.ref(self.tap))
         self._gone.atexit = False
 
     def _find_rows(
@@ -300,8 +291,9 @@ class _Clip:
         self.tap.settle()
         # What was not trained is dropped.
         self.tap.take("eval")
-        maxima = self._maxima()
-        self._has_maxima |= bool(maxima)
+        measured = self.tap.take("train")
+        names = self._names_at_apply(measured)
+        self._has_maxima |= bool(names)
         is_first = optimizer is self._first()
         if (
             is_first
@@ -320,13 +312,15 @@ class _Clip:
         # After a step the caches are cold and a torch operation takes 50 µs, so the usual case uses none.
         infinite = found_inf(optimizer)
         is_usual = infinite is None and not self.shared.several and self.kept is None
-        if not is_usual or any(map(self._is_over, maxima.values())):
+        # All heads of alike sites lie in one tensor.
+        largest = [stats.max_logit for stats in joint_statistics(measured).values()]
+        if not is_usual or any(map(self._is_over, largest)):
+            maxima = {name: measured[x].max_logit for x, name in names.items()}
             self._set_factors(self.shared.over_all(maxima), infinite)
         self._scale(optimizer)
 
-    def _maxima(self) -> dict[str, Tensor]:
-        """Returns the largest logits since the last step by the names that sites had when the clip was applied."""
-        measured = self.tap.take("train")
+    def _names_at_apply(self, measured: Iterable[str]) -> dict[str, str]:
+        """Returns, by the names of the sites that were measured, those that they had when the clip was applied."""
         new = {name.partition("#")[0] for name in measured} - self._known
         if new:
             self._known |= new
@@ -336,17 +330,13 @@ class _Clip:
                 for site in self.sites
                 if id(site.module) in names
             }
-            if added := sorted(new - self._earlier_names.keys()):
-                caution(
-                    f"qk_clip does not clip {', '.join(added)}, which was put into the model later: remove() the "
-                    "handle and apply qk_clip again"
-                )
-        maxima = {}
-        for name, stats in measured.items():
+        if not self._earlier_names:
+            return {name: name for name in measured}
+        names = {}
+        for name in measured:
             module, mark, number = name.partition("#")
-            earlier = self._earlier_names.get(module, module)
-            maxima[f"{earlier}{mark}{number}"] = stats.max_logit
-        return maxima
+            names[name] = f"{self._earlier_names.get(module, module)}{mark}{number}"
+        return names
 
     @torch.no_grad()
     def before_pass(self, *_: object) -> None:
@@ -436,7 +426,6 @@ class _Clip:
 def _matched_steps(
     remedy: QKClip,
     weights: HeadWeights,
-    optimizers: Sequence[Optimizer],
     products: Tensor,
 ) -> Handle:
     """Multiplies the steps of weights and biases by the products [heads of all weights] of the factors by which they
@@ -454,7 +443,7 @@ def _matched_steps(
         )
         if tensor is not None
     }
-    saved = SavedState(optimizers, remedy.name, values)
+    saved = SavedState(weights.all_optimizers, remedy.name, values)
     return Handle(
         compose([steps, Handle(saved.remove)]).remove,
         state=saved.state,

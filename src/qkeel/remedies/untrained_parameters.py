@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qkeel.errors import caution
 from qkeel.handle import Handle
-from qkeel.patching.autograd import version_of
+from qkeel.patching.autograd import writes_to
 
 # The steps of the other weights after which a parameter that has a gradient and has not moved is told of.
 _STEPS = 2
@@ -41,7 +41,7 @@ def notice_untrained(
         nonlocal start, versions, steps
         if steps >= _STEPS:
             return
-        current = sum(map(version_of, others))
+        current = writes_to(others)
         if start is None:
             # Not when the remedy was applied: a retrofit has fitted its gains since.
             start, versions = parameter.detach().clone(), current

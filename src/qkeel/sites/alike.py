@@ -22,6 +22,7 @@ from qkeel.capture.example import (
     undisturbed,
 )
 from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.capture.random_streams import RandomStreams
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.modes import modules_of
 from qkeel.sites.alone import COPY_MARK, PartOfArguments, copy_of, hidden_states
@@ -131,7 +132,7 @@ class KnownModule:
             self._given.as_given(),
             suppress(EnoughError),
         ):
-            torch.manual_seed(0)
+            RandomStreams(copied.parameters()).seed()
             args, kwargs = self._given.copied(torch.clone)
             forward(copied, watcher, args, kwargs, graph=False, together=False)
         return calls

@@ -187,7 +187,8 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
                 )
 
     located = [*in_model(sites)]
-    for site in located:
+    # Pieces of weights have other rows.
+    for site in () if dist.hides_weights(model) else located:
         for s in (*site.query, *site.key):
             weight = parameters.get(_bare(s.parameter), (None, None))[1]
             n_rows = 0 if weight is None else len(s.rows_of(weight))
@@ -213,8 +214,6 @@ def _bare(name: str) -> str:
 
 
 # The search for a model's attention sites and for the weights from which each head is computed.
-
-_OWN = (Attention, MLA, GAU)
 
 
 def _in_one_batch(*args: Any, **kwargs: Any) -> Call | None:
@@ -308,6 +307,45 @@ def _unverified(sites: Sites) -> str:
     )
 
 
+def _with_values(model: nn.Module) -> nn.Module:
+    """A copy on the CPU in which tensors on the meta device are replaced by random ones, shared tensors by the same
+    one. Integers become 0 and booleans True, so that a mask among them hides nothing."""
+    copied = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    drawn: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in copied.modules():
+        tables: list[dict[str, Any]] = [parameters_of(module), buffers_of(module)]
+        for table in tables:
+            for name, x in table.items():
+                if x is None or not x.is_meta:
+                    continue
+                if id(x) not in drawn:
+                    value = torch.full(x.shape, x.dtype == torch.bool, dtype=x.dtype)
+                    if x.is_floating_point() or x.is_complex():
+                        noise = torch.randn(x.shape, generator=generator)
+                        # Matrices keep the size of their input; vectors are near 1, as gains are.
+                        is_matrix = x.ndim > 1
+                        value += (
+                            noise / x.shape[-1] ** 0.5 if is_matrix else 1 + noise / 8
+                        )
+                    if isinstance(x, nn.Parameter):
+                        value = nn.Parameter(value, x.requires_grad)
+                    # x is kept with its value, so that no other tensor gets its id.
+                    drawn[id(x)] = x, value
+                table[name] = drawn[id(x)][1]
+    return copied
+
+
+# --- Sites of qkeel's own modules
+
+_OWN = (Attention, MLA, GAU)
+
+
+def is_normed(site: AttentionSite) -> bool:
+    """True if there is a norm on q or k between the weights and the logit."""
+    return site.normed or site.spec.norm.kind != "none"
+
+
 def own_sites(model: nn.Module) -> list[AttentionSite]:
     return [
         _site(name, module)
@@ -390,37 +428,3 @@ def _gau_terms(name: str, module: GAU) -> tuple[QKProduct, ...]:
         return rows(f"{home}.{part}_gain", 1, module.head_dim, bias)
 
     return (QKProduct(query=(shared, gains("q")), key=(shared, gains("k"))),)
-
-
-def is_normed(site: AttentionSite) -> bool:
-    """True if there is a norm on q or k between the weights and the logit."""
-    return site.normed or site.spec.norm.kind != "none"
-
-
-def _with_values(model: nn.Module) -> nn.Module:
-    """A copy on the CPU in which tensors on the meta device are replaced by random ones, shared tensors by the same
-    one. Integers become 0 and booleans True, so that a mask among them hides nothing."""
-    copied = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(0)
-    drawn: dict[int, tuple[Tensor, Tensor]] = {}
-    for module in copied.modules():
-        tables: list[dict[str, Any]] = [parameters_of(module), buffers_of(module)]
-        for table in tables:
-            for name, x in table.items():
-                if x is None or not x.is_meta:
-                    continue
-                if id(x) not in drawn:
-                    value = torch.full(x.shape, x.dtype == torch.bool, dtype=x.dtype)
-                    if x.is_floating_point() or x.is_complex():
-                        noise = torch.randn(x.shape, generator=generator)
-                        # Matrices keep the size of their input; vectors are near 1, as gains are.
-                        is_matrix = x.ndim > 1
-                        value += (
-                            noise / x.shape[-1] ** 0.5 if is_matrix else 1 + noise / 8
-                        )
-                    if isinstance(x, nn.Parameter):
-                        value = nn.Parameter(value, x.requires_grad)
-                    # x is kept with its value, so that no other tensor gets its id.
-                    drawn[id(x)] = x, value
-                table[name] = drawn[id(x)][1]
-    return copied

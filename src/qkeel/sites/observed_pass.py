@@ -22,7 +22,7 @@ from qkeel.capture.named_attention import BY_NAME
 from qkeel.capture.readers import FLASH_AND_FLEX, SDPA
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.kernels.logits import compiled as logit_pass
-from qkeel.kernels.statistics import CallRows, bounded_max_stats
+from qkeel.kernels.statistics import CallRows, bounded_maxima
 from qkeel.nn import functional_attention
 from qkeel.nn.attention import Observer, RowObserver, SpecModule
 from qkeel.patching.forward import extra_of_another
@@ -255,12 +255,13 @@ class ObservedPass:
     def _bounded(self, name: str, lse: Tensor, plain: PlainCall | None) -> bool:
         """Takes the logsumexps of a call's rows for the largest logits of heads that they keep under the threshold."""
         threshold = self.tap.threshold
-        if threshold is None or not self.tap.active or extra_of_another(self.tap):
+        # After the tap was removed, nobody reads what this pass has collected.
+        if threshold is None or extra_of_another(self.tap):
             return False
-        stats = bounded_max_stats(lse, threshold, plain)
-        if stats is None:
+        largest = bounded_maxima(lse, threshold, plain)
+        if largest is None:
             return False
-        self.sites.add(name, stats, None)
+        self.sites.add(name, largest, None)
         self.calls += 1
         return True
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import distributed as dist
-from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall
+from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, Seen
 from qkeel.capture.example import (
     Caller,
     GivenArguments,
@@ -32,8 +32,15 @@ from qkeel.capture.example import (
     undisturbed,
 )
 from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
+from qkeel.capture.named_attention import BY_NAME
 from qkeel.capture.visible_pattern import VisiblePattern, told_apart, visible_pattern
-from qkeel.errors import InvalidValueError, NoAttentionError, caution
+from qkeel.errors import (
+    InvalidValueError,
+    NoAttentionError,
+    QkeelError,
+    RefusedError,
+    caution,
+)
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.modes import (
     Args,
@@ -53,6 +60,7 @@ from qkeel.sites.alone import (
     unnoticed,
 )
 from qkeel.sites.graph import names_of
+from qkeel.sites.observed_pass import Places
 from qkeel.sites.run import check_devices, forward, spread, whole_weights
 from qkeel.sites.site import (
     INDEX,
@@ -103,6 +111,11 @@ class SiteSearch:
         self.sites = Sites()
         self.traces: dict[str, SiteTrace] = {}
         self.failure: Exception | None = None
+        wrapper = dist.hides_weights(model)
+        if wrapper:
+            self.failure = RefusedError(
+                f"{wrapper} keeps its weights in flat pieces, which are whole only inside a forward"
+            )
         # Of the latest module that did not run.
         self._error: Exception | None = None
         self._model, self._cuts = model, cuts
@@ -127,7 +140,7 @@ class SiteSearch:
         self._of_some_tokens: set[str] = set()
         self._whole: set[int] = set()
         # Set when the whole model has been tried.
-        self._is_over = False
+        self._is_over = bool(wrapper)
 
     def at(self, frame: ModuleCall, *, chooses: bool) -> bool:
         """Finds the sites of a running module that is about to make an attention call, or has made scores of which keys
@@ -370,10 +383,10 @@ class SiteSearch:
             )
             name = name_of(called, trace.first_call(part).ordinal)
             site = renamed(part, lambda weight: parameters.get(weight, weight))
-            weights = _weights_of(site)
+            weights = weights_of(site)
             if weights <= {self._parameters[id(p)] for p in module.parameters()}:
                 self._known.add(id(module))
-            elif name in by_name and weights != _weights_of(by_name[name]):
+            elif name in by_name and weights != weights_of(by_name[name]):
                 callers = callers or (frame.caller,) * (module is frame.module)
             else:
                 callers = ()
@@ -493,6 +506,23 @@ class SiteTrace:
     def of_part(self) -> PartTrace:
         """What the copy of the module computed, and how."""
         return self.of_module.with_graph()
+
+
+def _is_plain(layout: HeadLayout | None) -> bool:
+    """True if heads have a separate dimension."""
+    return layout is None or layout.groups == tuple("bhts")
+
+
+def weights_of(site: AttentionSite) -> set[str]:
+    """The names of the weights from which the logits of a site are computed."""
+    return {s.parameter for s in (*site.query, *site.key)}
+
+
+_NO_BOUNDS = (
+    "the logit bounds that the norms of {} imply are unknown and not watched: there is not enough memory to read them "
+    "from one whole sequence. For the bounds, call find_sites with a batch of one sequence that is as long as memory "
+    "allows, and pass the sites that it returns to watch(sites=...)"
+)
 
 
 # --- A pass that qkeel makes
@@ -633,10 +663,26 @@ def call_observer(
     model: nn.Module,
     sites: Sequence[AttentionSite],
     report: Callable[[CapturedCall], None],
+    trace: ModelTrace | None = None,
 ) -> CaptureMode:
-    """What reports the attention calls of a pass, under the names of known sites."""
+    """What reports the attention calls of a pass, under the names of known sites.
+
+    With the trace of an earlier pass, only the modules of the sites are observed, and calls that came by the name of
+    torch's function are read by it: one that comes in another way, or elsewhere, is then not reported."""
     facts = KnownSites.of(sites)
-    mode = CaptureMode(model, report, layouts=facts.layouts)
+    only_in: Places | None = None
+    # Callers are told apart by what they have called before.
+    if trace is not None and facts.by_caller is None:
+        only_in = {}
+        for site in sites:
+            calls = trace.calls.get(site.name)
+            functions = BY_NAME if calls and calls[0].captured.by_name else None
+            name = site.name.partition("#")[0]
+            _, earlier = only_in.get(name, (site.module, functions))
+            only_in[name] = site.module, functions and earlier
+        if "" in only_in:
+            only_in = None
+    mode = CaptureMode(model, report, layouts=facts.layouts, only_in=only_in)
     mode.key_heads = facts.key_heads
     # A module that several callers share makes a site for each of them.
     mode.stack.by_caller = facts.by_caller
@@ -715,7 +761,13 @@ class _ObservedPass:
         if name in self.order:
             return
         sites = {site.name: site for site in self._search.sites}
-        site = sites.get(name) or _unknown_site(captured, self._search.failure)
+        site = sites.get(name) or unknown_site(
+            name,
+            captured.frame.module,
+            captured.call,
+            self._search.failure,
+            captured.layout,
+        )
         self.order[name] = site
         self._unclear[name] = _unclear_masks(captured.call)
         self._visible[name] = visible_pattern(captured.call, site.origin)
@@ -734,7 +786,7 @@ class _ObservedPass:
     def trace(self) -> ModelTrace:
         """The trace of the pass."""
         types = told_apart(self._visible)
-        of_logits = set().union(*map(_weights_of, self.order.values()))
+        of_logits = set().union(*map(weights_of, self.order.values()))
         sites = [
             dataclasses.replace(
                 site,
@@ -759,24 +811,34 @@ class _ObservedPass:
         )
 
 
-def _unknown_site(captured: CapturedCall, failure: Exception | None) -> AttentionSite:
-    """The site of a call whose module does not run alone."""
-    call, heads = captured.call, scored(captured).shape[1]
+def unknown_site(
+    name: str,
+    module: nn.Module,
+    call: Seen,
+    failure: Exception | None,
+    layout: HeadLayout | None = None,
+) -> AttentionSite:
+    """The site of a call whose module does not run alone, because of this failure."""
+    scores = call.logits if isinstance(call, ScoresCall) else call.q
+    heads = scores.shape[1]
     keys = None if isinstance(call, ScoresCall) else call.k.shape[1]
     why = "no module around it runs alone"
-    if not scored(captured).numel():
+    if not scores.numel():
         why = _NO_TOKENS
     elif failure is not None:
-        why += f": {type(failure).__name__}: {failure}"
+        reason = str(failure)
+        if not isinstance(failure, QkeelError):
+            reason = f"{type(failure).__name__}: {reason}"
+        why += f": {reason}"
     return AttentionSite(
-        name=captured.name,
-        module=captured.frame.module,
+        name=name,
+        module=module,
         spec=call.spec,
         n_heads=heads,
         n_kv_heads=heads if keys is None else keys,
         head_dim=0 if isinstance(call, ScoresCall) else call.q.shape[-1],
         why=why,
-        layout=captured.layout,
+        layout=layout,
     )
 
 
@@ -796,16 +858,6 @@ def _unclear_masks(call: object) -> str:
     if bool((is_low & ~hidden & call.capped.isfinite()).any()):
         return f"a logit that no mask hides is below {HIDES:.0f} on this example"
     return ""
-
-
-def _is_plain(layout: HeadLayout | None) -> bool:
-    """True if heads have a separate dimension."""
-    return layout is None or layout.groups == tuple("bhts")
-
-
-def _weights_of(site: AttentionSite) -> set[str]:
-    """The names of the weights from which the logits of a site are computed."""
-    return {s.parameter for s in (*site.query, *site.key)}
 
 
 def unseen(model: nn.Module, watcher: CaptureMode) -> str:
@@ -843,11 +895,6 @@ def unseen(model: nn.Module, watcher: CaptureMode) -> str:
 
 
 _NO_TOKENS = "it received no tokens in this example"
-_NO_BOUNDS = (
-    "the logit bounds that the norms of {} imply are unknown and not watched: there is not enough memory to read them "
-    "from one whole sequence. For the bounds, call find_sites with a batch of one sequence that is as long as memory "
-    "allows, and pass the sites that it returns to watch(sites=...)"
-)
 _BY_HAND = (
     "If the logits are just scaled products of queries and keys, describe it by hand, as in\n"
     "    from qkeel.sites import Reading, describe\n"

@@ -362,6 +362,17 @@ class AttentionSite:
         """Every weight on the key's logit path, without duplicates."""
         return unique_slices(s for term in self.terms for s in term.key)
 
+    def without_weights(self, wrapper: str) -> AttentionSite:
+        """The site in a model whose weights cannot be read, because a wrapper hides them."""
+        return dataclasses.replace(
+            self,
+            terms=(),
+            why=f"{wrapper} holds its weights in flat pieces",
+            query_gains=(),
+            key_gains=(),
+            value_weights=(),
+        )
+
     @property
     def reparametrised(self) -> bool:
         """True if a weight on a logit path is computed from another (spectral or weight norm, pruning, sigma_reparam).

@@ -12,13 +12,19 @@ from torch import Tensor, nn
 
 from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics, statistics
-from qkeel.capture.example import LastPass, copied, tensors, undisturbed
+from qkeel.capture.example import (
+    LastPass,
+    copied,
+    tensors,
+    undisturbed,
+)
 from qkeel.capture.intercept import CapturedCall, CaptureMode, Search
 from qkeel.capture.named_attention import CompiledBounds
+from qkeel.capture.random_streams import RandomStreams
 from qkeel.errors import caution
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
-from qkeel.kernels.statistics import is_over, only_extremes, plain_rows
+from qkeel.kernels.statistics import is_over, plain_rows
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import ForwardPasses, extra_pass
 from qkeel.patching.modes import (
@@ -297,14 +303,14 @@ class Tap(Handle):
         self._latest = None
 
     def calls(
-        self, args: Args, kwargs: Kwargs, seed: int | None = 0
+        self, args: Args, kwargs: Kwargs, *, is_seeded: bool = True
     ) -> dict[str, Seen]:
         """Returns the first call of each site in an additional pass with these arguments. The pass runs eagerly and
-        without gradients, and with the same random numbers each time, or those that come next if `seed` is None; it is
+        without gradients, and with the same random numbers each time, or those that come next if not `is_seeded`; it is
         not counted and changes nothing."""
         kept: dict[str, Seen] = {}
         look = ObservedPass(self, kept)
-        self._extra_pass(look, args, kwargs, seed=seed)
+        self._extra_pass(look, args, kwargs, is_seeded=is_seeded)
         if look.error is not None:
             raise look.error
         return kept
@@ -358,7 +364,8 @@ class Tap(Handle):
         is_bounded = is_compiled and self._bounds is not None and dist.world() == 1
         if is_bounded and self._bounds is not None and self._bounds.begin():
             # If a logit may be over the threshold, the pass is made again with the same random numbers and inputs.
-            held.random = torch.get_rng_state()
+            first = self.tree.first_parameter()
+            held.random = RandomStreams([] if first is None else [first])
             held.versions = _versions(args, kwargs)
             return
         self._running = running = ObservedPass(self, candidate=candidate)
@@ -373,21 +380,21 @@ class Tap(Handle):
         look: ObservedPass,
         args: Args,
         kwargs: Kwargs,
-        seed: int | None = None,
-        random: Tensor | None = None,
+        is_seeded: bool = False,
+        random: RandomStreams | None = None,
     ) -> object:
-        """Makes a pass of the model eagerly and returns its output. `seed` seeds the random generators; `random` is the
-        state of the CPU's."""
+        """Makes a pass of the model eagerly and returns its output. `is_seeded` seeds the random generators; `random` puts
+        them back to an earlier state."""
         with (
             extra_pass(self),
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
             undisturbed(self.model),
         ):
-            if seed is not None:
-                torch.manual_seed(seed)
+            if is_seeded:
+                RandomStreams(self.model.parameters()).seed()
             if random is not None:
-                torch.set_rng_state(random)
+                random.restore()
             try:
                 with ExitStack() as around:
                     look.begin(None, around)
@@ -407,7 +414,7 @@ class Tap(Handle):
             held.stats = SiteStatistics()
             for site in self.sites:
                 top = torch.full((site.n_heads,), bound)
-                held.stats.add(site.name, only_extremes(top), None)
+                held.stats.add(site.name, top, None)
             held.calls = (self._bounds and self._bounds.calls) or 0
             return None
         look = ObservedPass(self, candidate=held.candidate)
@@ -503,7 +510,7 @@ class _HeldPass:
     candidate: bool = True
     role: PassRole = dataclasses.field(default_factory=PassRole)
     inputs: tuple[Args, Kwargs] | None = None
-    random: Tensor | None = None
+    random: RandomStreams | None = None
     versions: list[int] = dataclasses.field(default_factory=list)
     latest: LastPass | None = None
     stats: SiteStatistics | None = None

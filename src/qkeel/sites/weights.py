@@ -32,12 +32,13 @@ def captured_calls(
     model: nn.Module,
     batch: object,
     sites: Sites | None = None,
-    seed: int | None = 0,
+    *,
+    is_seeded: bool = True,
 ) -> dict[str, list[Seen]]:
     """Returns the first attention call of each site in a pass on the batch, by name; the model is left as it was.
 
     A site whose heads are computed one by one has a call for each head. `sites` are those of the model, if known;
-    `seed` is that of the pass, whose random numbers are those that come next if it is None.
+    if not `is_seeded`, the pass has the random numbers that come next, or else the same in every pass.
     """
     args, kwargs = arguments(batch, "batch")
     inner = unwrapped(model)
@@ -45,7 +46,7 @@ def captured_calls(
         sites, _ = found_sites(inner, args, kwargs)
     with Tap(inner) as tap, undisturbed(inner):
         tap.sites = sites
-        calls = tap.calls(args, kwargs, seed)
+        calls = tap.calls(args, kwargs, is_seeded=is_seeded)
     if not calls:
         raise NoAttentionError(
             f"no attention was seen in a forward pass of this {type(inner).__name__}"

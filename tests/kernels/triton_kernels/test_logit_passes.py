@@ -1,5 +1,7 @@
 """The two passes over logits of a GPU, all statistics and the extremes alone, against torch's operators in float64."""
 
+import dataclasses
+
 import pytest
 import torch
 from tests.contract.conformance.cases import widened
@@ -15,6 +17,7 @@ from qkeel.kernels.statistics import logit_stats, max_stats
 from qkeel.spec import (
     ALiBi,
     AttentionSpec,
+    Fixed,
     Sink,
     Softcap,
 )
@@ -86,10 +89,14 @@ def test_more_rows_than_32_bits_find_are_left_to_torch(
     "seeds", [range(7), pytest.param(range(7, 120), marks=pytest.mark.slow)], ids=str
 )
 def test_drawn_calls_have_the_numbers_of_float64(seeds):
+    options = {
+        "sizes": (-3.0, 0.1, 1.0, 40.0, 3000.0),
+        # The interpreter multiplies no bfloat16.
+        "dtypes": (torch.float32, torch.float16),
+        "windows_with_masks": False,
+    }
     for seed in seeds:
-        sizes = (-3.0, 0.1, 1.0, 40.0, 3000.0)
-        call = drawn(seed, mask_of_keys, sizes, windows_with_masks=False)
-        check(call, f"seed {seed}")
+        check(drawn(seed, mask_of_keys, **options), f"seed {seed}")
 
 
 @pytest.mark.parametrize("kind", one_in(BROKEN, 2))
@@ -101,6 +108,12 @@ def test_what_is_not_finite_shows_in_its_head_alone(kind):
         extremes = max_stats(call)
         finite = extremes.max_logit.isfinite() & extremes.min_logit.isfinite()
         assert (~finite).tolist() == broken
+
+
+def test_a_negative_scale_rounds_no_query_of_half_precision():
+    call = call_of(AttentionSpec(scale=Fixed(-0.2)), 20, 20)
+    q, k = (40 * call.q).half(), call.k.half()
+    check(dataclasses.replace(call, q=q, k=k, v=k), "negative")
 
 
 def test_what_hidden_keys_hold_does_not_matter():

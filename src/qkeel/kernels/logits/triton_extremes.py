@@ -152,9 +152,10 @@ def extremes(
     """
     b, h, t, d = q.shape
     g, s = k.shape[1:3]
-    # The kernel scales after the pass, where a negative factor would swap largest and smallest.
+    # The kernel scales after the pass, where a negative factor would swap largest and smallest. Half precision would
+    # round q times the factor; a changed sign is exact.
     if scale <= 0:
-        q, scale = q * scale, 1.0
+        q, scale = (-q, -scale) if scale else (q * 0, 1.0)
     q, k = dense(q), dense(k)
     wide, tile = tile_sizes(q)
     tiles = triton.cdiv(t, tile[0])
