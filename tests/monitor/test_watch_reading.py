@@ -23,7 +23,7 @@ from qkeel.errors import (
 )
 from qkeel.functional.statistics import TENSORS
 from qkeel.monitor import Adaptive
-from qkeel.monitor.token_classes import MaskSource, QueryMaskSource
+from qkeel.monitor.token_classes import MaskSource, query_mask_of
 
 
 def step(model, optimizer, *seeds):
@@ -194,8 +194,8 @@ def test_a_mask_of_numbers_that_are_added_to_scores_is_refused():
     with pytest.raises(InvalidValueError, match="numbers below 0"):
         watch(Padded(), query_mask=mask)
     with pytest.raises(InvalidValueError, match="numbers below 0"):
-        QueryMaskSource("mask").of((), {"mask": mask})
-    assert torch.equal(QueryMaskSource(mask >= 0).of((), {}), mask == 0)  # type: ignore[arg-type]
+        query_mask_of("mask", (), (), {"mask": mask})
+    assert torch.equal(query_mask_of(mask >= 0, (), (), {}), mask == 0)  # type: ignore[arg-type]
 
 
 # --- what is not a plain call ---------------------------------------------------------------------------------------

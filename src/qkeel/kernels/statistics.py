@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -176,24 +176,19 @@ def reduce_calls(
     alone. Calls of the same shapes are reduced together, as one with all their heads, because each of some thirty
     operators costs microseconds, or a launch, whatever its size."""
     stats = {}
-    groups: dict[object, dict[int, CallRows]] = {}
-    maxima: dict[object, dict[int, Tensor]] = {}
+    groups: dict[object, dict[int, Any]] = {}
     for i, call in enumerate(calls):
-        if isinstance(call, Tensor):
-            form = (call.shape, call.dtype, call.device)
-            maxima.setdefault(form, {})[i] = call
-            continue
-        form = (
-            *(call.fields.shape, call.k_norm.shape),
-            *(call.fields.dtype, call.fields.device),
-        )
-        # Masks are the same if they are one object: comparing them would read them.
-        form = (*form, id(call.counted), call.keys_seen is None)
+        tensors = (call,) if isinstance(call, Tensor) else (call.fields, call.k_norm)
+        form = (*(x.shape for x in tensors), tensors[0].dtype, tensors[0].device)
+        if isinstance(call, CallRows):
+            # Masks are the same if they are one object: comparing them would read them.
+            form = (*form, id(call.counted), call.keys_seen is None)
         groups.setdefault(form, {})[i] = call
-    for largest in maxima.values():
-        stats[tuple(largest)] = only_extremes(torch.cat([*largest.values()]))
     for group in groups.values():
         rows = [*group.values()]
+        if isinstance(rows[0], Tensor):
+            stats[tuple(group)] = only_extremes(torch.cat(rows))
+            continue
         keys_seen = [call.keys_seen for call in rows if call.keys_seen is not None]
         stats[tuple(group)] = reduce_fields(
             torch.cat([call.fields for call in rows], 2),

@@ -278,12 +278,6 @@ def on_host(stats: Stats) -> dict[str, LogitStats]:
 # The record of a step: arrays [layers heads] that are read from the vector.
 
 
-def _smaller_over_eps(
-    query: np.ndarray, key: np.ndarray, eps: np.ndarray
-) -> np.ndarray:
-    return np.minimum(query, key) / eps
-
-
 def _spread(mean: np.ndarray, square: np.ndarray) -> np.ndarray:
     """Returns the population standard deviation from a mean and a mean square."""
     return np.sqrt(np.maximum(square - mean * mean, 0.0))
@@ -291,7 +285,10 @@ def _spread(mean: np.ndarray, square: np.ndarray) -> np.ndarray:
 
 # Numbers that are computed from merged ones: from which, and how. Those that are no recorded field serve only for this.
 COMPUTED: Mapping[str, tuple[tuple[str, ...], Callable[..., np.ndarray]]] = {
-    "grad_over_eps": (("query_grad_rms", "key_grad_rms", "eps"), _smaller_over_eps),
+    "grad_over_eps": (
+        ("query_grad_rms", "key_grad_rms", "eps"),
+        lambda query, key, eps: np.minimum(query, key) / eps,
+    ),
     "lse_std": (("lse_mean", "lse_square"), _spread),
     "gate_std": (("gate_mean", "gate_square"), _spread),
     "gain_bound": (("query_bound", "key_bound"), np.multiply),

@@ -138,8 +138,7 @@ class QKClip(StepRemedy):
         )
 
     def apply(self, target: Target) -> Handle:
-        optimizers = target.need_optimizers(self.name)
-        clip = _Clip(self, target, optimizers)
+        clip = _Clip(self, target)
         handles = [Handle(clip.remove), clip.matched]
         for optimizer in clip.rows:
             # The hook that clips is registered last: `scale_steps` comes before it in any case.
@@ -151,12 +150,8 @@ class QKClip(StepRemedy):
                     target.model, clip.before_pass, lambda *_: None, guard=unguarded
                 )
             )
-
-        def undo() -> None:
-            for handle in reversed(handles):
-                handle.remove()
-
-        return Handle(undo, state=clip.matched.state, load=clip.matched.load)
+        matched = clip.matched
+        return Handle(compose(handles).remove, state=matched.state, load=matched.load)
 
 
 @final
@@ -165,12 +160,7 @@ class _Clip:
 
     The factors form one row: γ for the query heads of all sites, then the square roots of these, then a 1."""
 
-    def __init__(
-        self,
-        remedy: QKClip,
-        target: Target,
-        optimizers: Sequence[Optimizer],
-    ) -> None:
+    def __init__(self, remedy: QKClip, target: Target) -> None:
         self.remedy, self.sites = remedy, target.sites
         factors = factors_by_site(target, by_group=remedy.groups == "group")
         n_heads = sum(site.n_heads for site in target.sites)
@@ -191,7 +181,7 @@ class _Clip:
                 indices = factor.heads + first + (n_heads if factor.root else 0)
                 clipped += [(s, indices) for s in (weight, weight.bias_of()) if s]
             first += site.n_heads
-        weights = HeadWeights(target, optimizers, remedy.name, [s for s, _ in clipped])
+        weights = HeadWeights(target, remedy.name, [s for s, _ in clipped])
         weights.check_steps(remedy.name)
         # The weights of each site that may be frozen later, and are then not scaled.
         self._trained = [
@@ -213,10 +203,11 @@ class _Clip:
         self._products: Tensor | None = None
         if remedy.steps == "matched":
             self._products = weights.row(1.0)
-            self.matched = _matched_steps(remedy, weights, optimizers, self._products)
+            self.matched = _matched_steps(remedy, weights, self._products)
         #: The factors of optimizers that have not stepped since these were computed.
         self._waiting: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
-        self._first = weakref.ref(optimizers[0])
+        optimizer = weights.all_optimizers[0]
+        self._first = weakref.ref(optimizer)
         #: Whether maxima have come since the last step of the first optimizer.
         self._has_maxima = False
         named = dict(remedy.heads or ())
@@ -259,7 +250,7 @@ class _Clip:
         # Nothing uses what the tap reads once the optimizer is gone. A tap refers to its model, which may refer to the
         # optimizer, so a strong reference here would keep all of them for good.
         # Of several optimizers, the first is the one that holds weights.
-        self._gone = weakref.finalize(optimizers[0], _stop, weakref.ref(self.tap))
+        self._gone = weakref.finalize(optimizer, _stop, weakref.ref(self.tap))
         self._gone.atexit = False
 
     def _find_rows(
@@ -471,7 +462,6 @@ class _Clip:
 def _matched_steps(
     remedy: QKClip,
     weights: HeadWeights,
-    optimizers: Sequence[Optimizer],
     products: Tensor,
 ) -> Handle:
     """Multiplies the steps of weights and biases by the products [heads of all weights] of the factors by which they
@@ -489,7 +479,7 @@ def _matched_steps(
         )
         if tensor is not None
     }
-    saved = SavedState(optimizers, remedy.name, values)
+    saved = SavedState(weights.all_optimizers, remedy.name, values)
     return Handle(
         compose([steps, Handle(saved.remove)]).remove,
         state=saved.state,
