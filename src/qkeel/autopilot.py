@@ -40,6 +40,7 @@ from qkeel.monitor.forecast import Forecast
 from qkeel.monitor.history import History, Recording
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.rules import (
+    WORDS,
     Alarm,
     Approach,
     Ceiling,
@@ -49,9 +50,11 @@ from qkeel.monitor.rules import (
     Rule,
     Severity,
     ahead,
-    judged_logits,
+    judged_series,
     largest_logit,
+    measured,
     outgrowing,
+    shifted_heads,
 )
 from qkeel.monitor.sample import Sample
 from qkeel.monitor.token_classes import MaskSource
@@ -153,7 +156,7 @@ class Decision:
         )
         # An alarm's reason may state the same forecast.
         if self.forecast is not None and str(self.forecast) not in self.reason:
-            text += f"; max logit {self.forecast}"
+            text += f"; the largest {self.forecast}"
         return text
 
     def row(self) -> Row:
@@ -305,10 +308,13 @@ class _Step:
 
     def __init__(self, ladder: Ladder, records: Records) -> None:
         self.ladder, self.records, self.history = ladder, records, records.history
-        # As the rules judge them: those that enter the softmax, after a cap and less what it ignores.
-        logits = judged_logits(self.history)
+        # As the rules judge them: by how far they spread.
+        logits = judged_series(self.history)
         assert logits is not None
         self.logits = logits[-1]
+        spreads = measured(self.history, "logit_spread")[-1]
+        self.shifted = shifted_heads(self.history)
+        self.word = WORDS["max_logit" if np.isnan(spreads).all() else "logit_spread"]
         self.active = active_actions(records.decisions, records.refused)
         numbered = enumerate(records.sites)
         self.sites = {i: site for i, site in numbered if not site.unknown}
@@ -377,7 +383,7 @@ class _Step:
             high = high | self.rising[i] if is_begun else high
             heads = set(np.flatnonzero(high[: site.n_heads]).tolist())
             # `fmax` passes over the NaN of heads that this layer does not have.
-            largest = f"max logit {float(np.fmax.reduce(self.logits[i])):,.4g}"
+            largest = f"{self.word} {float(np.fmax.reduce(self.logits[i])):,.4g}"
             rule, reason = "outlook of each head", f"{largest}; {self.outlook}"
             if alarm is not None:
                 rule, reason = alarm.rule, alarm.meaning
@@ -395,8 +401,14 @@ class _Step:
             if not heads:
                 continue
             refusals = []
+            shifted = sorted(x for x in heads if self.shifted[i, x] and not clipped)
             for action in (Action.CLIP, Action.RATES):
-                if refusal := self.records.refuses(action, site.name):
+                refusal = self.records.refuses(action, site.name)
+                if action is Action.CLIP and shifted:
+                    refusal = (
+                        f"a constant decides on the largest logit of head {shifted[0]}"
+                    )
+                if refusal:
                     refusals.append(f"{action}: {refusal}")
                     continue
                 # lalr is for a whole site. It only takes the place of a clip: the rates that it sets rise as the clip
@@ -425,7 +437,7 @@ class _Step:
                 entropy = float(np.nanmean(entropies[-1, i].astype(np.float64)))
             reason = ""
             if largest > 3 * self.ladder.threshold:
-                reason = f"its max logit is {largest:.4g} under {held[0]}"
+                reason = f"its {self.word} is {largest:.4g} under {held[0]}"
             elif entropy < thresholds.ENTROPY:
                 reason = f"its mean attention entropy is {entropy:.3g} nats"
             if reason:

@@ -191,6 +191,12 @@ UNKNOWN = {
         None,
         "scales in attn.q_proj.weight_scale_inv",
     ),
+    "float8 in blocks": (
+        pair(q=QUANTISED) | {"attn.q_proj.weight_scale_inv": torch.ones(2, 2)},
+        None,
+        None,
+        "quantised",
+    ),
     "float8 with a scale beside": (
         pair(q=QUANTISED) | {"attn.q_proj.scale_weight": torch.ones(())},
         None,
@@ -263,7 +269,14 @@ BOUNDS = {
         "norm1 precedes attention in some models and follows it in others",
     ),
     "GPT-2's norm": (pair("h.0.attn.") | {"h.0.ln_1.weight": torch.ones(32)}, {}, ""),
-    "norms without gains": (pair() | NORM, {"use_qk_norm": True}, "q and k are normed"),
+    **{
+        f"norms without gains: {key}": (
+            pair() | NORM,
+            {key: True},
+            "q and k are normed",
+        )
+        for key in ("use_qk_norm", "query_key_norm", "use_qk_layernorm")
+    },
     **{
         f"cross attention as {name}": (
             pair(f"{name}.") | pair("self_attn.") | NORM,
@@ -283,6 +296,8 @@ BOUNDS = {
             "pos_key_proj.weight",
             "q_bias",
             "k_lora.weight",
+            "qk_norm.weight",
+            "qnorm.weight",
         )
     },
 }

@@ -201,6 +201,28 @@ def test_a_planted_leak_is_found_and_named_and_its_clean_twin_is_not_blamed(name
     assert all(torch.equal(state[key], x) for key, x in model.state_dict().items())
 
 
+class EncoderDecoder(nn.Transformer):
+    """A transformer whose decoder hides later tokens, or does not; its encoder never does."""
+
+    def __init__(self, is_causal):
+        super().__init__(16, 2, 1, 1, 16, batch_first=True)
+        self.is_causal = is_causal
+
+    def forward(self, src, tgt):
+        mask = self.generate_square_subsequent_mask(tgt.shape[1])
+        return super().forward(src, tgt, tgt_mask=mask if self.is_causal else None)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("length", [6, 9])
+def test_of_an_encoder_decoder_the_decoders_tokens_are_tried(is_causal, length):
+    model = EncoderDecoder(is_causal).eval()
+    batch = torch.randn(2, 6, 16), torch.randn(2, length, 16)
+    health = qkeel.check(model, batch, sees="causal")
+    assert health.healthy == is_causal
+    assert is_causal or "decoder.layers.0.self_attn" in str(health)
+
+
 class Masked(Joint):
     """Attention over tokens with a mask [b 1 t t] that is made of another argument."""
 

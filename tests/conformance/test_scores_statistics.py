@@ -24,6 +24,11 @@ def by_hand(call):
     """The call as scores that go into a softmax; what is hidden may hold anything there."""
     logits = attend_call(call).logits
     hidden, (q, k) = logits == -torch.inf, call.encoded()
+    bias, t, s = None, q.shape[2], k.shape[2]
+    if call.is_biased:
+        # What is added, as the difference that it makes.
+        every = slice(0, t), slice(0, s)
+        bias = call.scores(q, k, *every) - call.unbiased(q, k, *every)
     logits = logits.masked_fill(hidden, 1e3)
     capped = logits if isinstance(call.spec.cap, NoCap) else call.spec.cap.apply(logits)
     sink = sink_logit(call.spec.normalizer, call.params, q)
@@ -35,6 +40,7 @@ def by_hand(call):
         q=q,
         k=k,
         sink=None if sink is None else sink.to(logits).expand(*logits.shape[:3]),
+        bias=bias,
     )
 
 
@@ -66,8 +72,8 @@ def test_a_query_mask_leaves_out_the_same_rows_of_blocks_and_maxima_alone_are_th
         assert with_query_mask(written, mask[:1]) is written
         for scored in (written, masked):
             stats, extremes = scores_stats(scored), scores_maxima(scored)
-            assert torch.equal(extremes[0], stats.max_logit), case
-            assert torch.equal(extremes[1], stats.min_logit), case
+            for name in ("max_logit", "min_logit", "logit_spread"):
+                assert torch.equal(getattr(extremes, name), getattr(stats, name)), case
 
 
 def test_what_needs_unknown_queries_or_keys_is_not_measured_and_says_so_by_its_count():

@@ -32,9 +32,9 @@ HEADS, GROUPS = 4, 2
 counts = st.integers(0, 5)
 # What is reduced in each way, of each kind of samples; every field once.
 FIELDS = {
-    "n_pairs": "max_logit capped_max_logit min_logit mean_logit share_above logit_spread",
+    "n_pairs": "max_logit capped_max_logit min_logit mean_logit share_above",
     "n_products": "cos_max cos_mean qk_frobenius",
-    "n_queries": "entropy entropy_min query_norm query_norm_max",
+    "n_queries": "entropy entropy_min query_norm query_norm_max logit_spread",
     "n_free": "normalized_entropy sink_share logit_gap",
     "n_keys": "key_norm key_norm_max",
 }

@@ -15,6 +15,7 @@ from qkeel.records import HEAD_FIELDS
 MAXIMA = {
     "max_logit": "max_logit",
     "capped_max_logit": "capped_max_logit",
+    "logit_spread": "logit_spread",
     "non_finite": "max_logit",
 }
 
@@ -66,7 +67,7 @@ def test_a_record_is_what_the_definitions_say(rows, stats):
         np.testing.assert_array_equal(sample.heads[name], expected, err_msg=name)
         n_measured += bool(np.isfinite(expected).any())
     if rows != "not finite":
-        assert n_measured == {"none": 0}.get(rows, 2 if stats == "max" else 20)
+        assert n_measured == {"none": 0}.get(rows, 3 if stats == "max" else 20)
 
 
 def test_names_of_the_whole_model_are_recorded_where_a_head_was_measured():

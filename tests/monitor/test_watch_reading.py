@@ -23,7 +23,7 @@ from qkeel.errors import (
 )
 from qkeel.functional.statistics import TENSORS
 from qkeel.monitor import Adaptive
-from qkeel.monitor.token_classes import MaskSource, QueryMaskSource
+from qkeel.monitor.token_classes import MaskSource, query_mask_of
 
 
 def step(model, optimizer, *seeds):
@@ -194,8 +194,8 @@ def test_a_mask_of_numbers_that_are_added_to_scores_is_refused():
     with pytest.raises(InvalidValueError, match="numbers below 0"):
         watch(Padded(), query_mask=mask)
     with pytest.raises(InvalidValueError, match="numbers below 0"):
-        QueryMaskSource("mask").of((), {"mask": mask})
-    assert torch.equal(QueryMaskSource(mask >= 0).of((), {}), mask == 0)  # type: ignore[arg-type]
+        query_mask_of("mask", (), (), {"mask": mask})
+    assert torch.equal(query_mask_of(mask >= 0, (), (), {}), mask == 0)  # type: ignore[arg-type]
 
 
 # --- what is not a plain call ---------------------------------------------------------------------------------------
@@ -303,7 +303,11 @@ def test_the_maxima_alone_are_those_of_everything_and_nothing_else_is_recorded(
             )
         assert "max logit" in table
     assert {"max_logit", "entropy"} <= found[True][0].keys()
-    assert {*found["max"][0]} - {"non_finite", "finite_stages"} == {"max_logit"}
+    alone = {*found["max"][0]} - {"non_finite", "finite_stages"}
+    assert alone == {"max_logit", "logit_spread"}
+    for name in alone:
+        values = [found[stats][0][name] for stats in ("max", True)]
+        np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found["max"][1], found[True][1], rtol=1e-5, atol=1e-6)
 
 

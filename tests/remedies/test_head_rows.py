@@ -35,10 +35,10 @@ def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused():
     columns = HeadSlice(parameter=query.parameter, axis=1, index=query.index)
     terms = tuple(dataclasses.replace(term, key=(columns,)) for term in site.terms)
     target = Target(model=model, optimizer=optimizer, sites=[site])
-    assert len(HeadWeights(target, [optimizer], "lalr").parameters) == 2
+    assert len(HeadWeights(target, "lalr").parameters) == 2
     odd = dataclasses.replace(target, sites=[dataclasses.replace(site, terms=terms)])
     with pytest.raises(RefusedError, match="in its rows and in its columns"):
-        HeadWeights(odd, [optimizer], "lalr")
+        HeadWeights(odd, "lalr")
 
 
 # Weights of which each of two processes holds a part.

@@ -135,13 +135,14 @@ JOINT = {
 # The same where each stream has a module of its own, named alike but for one word (Flux and SD3 by their authors).
 JOINT_MODULES = (("img_attn", "txt_attn"), ("x_block", "context_block"))
 # Names of modules whose queries and keys nothing here reads, beside projections that are read.
-_OTHER_QK = re.compile(r"(^|_)(q|k|query|key|qkv|kv)(_|$)")
+_OTHER_QK = re.compile(r"(^|_)(q|k|qk|query|key|qkv|kv|qk?norm|knorm)(_|$)")
 _ATTENTION = re.compile(r"^(.*?\b\w*(?:attn|attention)\w*)\.", re.IGNORECASE)
 _CROSS = re.compile(
     r"cross|xattn|encoder_attn|enc_attn|src_attn|encdec|attn2", re.IGNORECASE
 )
 _SCALES = ("_scale_inv", "_scale", ".SCB", ".absmax")
 _SCALES_OF_8_BITS = ("scale_weight", "weight_scale", "scale")
+_ALL_SCALES = (*_SCALES, *_SCALES_OF_8_BITS)
 # What GPTQ, AWQ, compressed-tensors, HQQ and bitsandbytes store in place of a weight.
 _QUANTISED = (
     "qweight",
@@ -345,7 +346,7 @@ def _check_readable(tensors: Tensors, names: Sequence[str], name: str) -> None:
     for other in names[first:last]:
         beside = tensors[other]
         is_matrix = beside.floating and len(beside.shape) > 1
-        if is_matrix and other != name and not other.endswith(_SCALES_OF_8_BITS):
+        if is_matrix and other != name and not other.endswith(_ALL_SCALES):
             raise _UnreadError(
                 f"{name} has a matrix of an adapter beside it ({other}); merge it into the weight first"
             )

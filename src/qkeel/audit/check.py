@@ -37,7 +37,7 @@ from qkeel.metrics import (
     Status,
     judged,
 )
-from qkeel.metrics.run_scalars import before_cap, entering_logits
+from qkeel.metrics.run_scalars import judged_as, judged_logits
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import FaultGuard, push_mode, take_off
 from qkeel.patching.roles import tensors_within
@@ -58,13 +58,14 @@ def check(
     """Checks whether attention is healthy; `print` shows the result in one sentence, and `table()` returns each layer's
     numbers.
 
-    Attention is not healthy if a logit is NaN or infinite, or above `threshold` as it enters the softmax (after a cap),
-    if a layer's mean attention entropy is below 0.05 nats, if most heads of a layer are saturated or their output gates
-    shut, or if queries give weight to what they should not see: later keys in a causal model, other documents of a
-    packed batch, padding, pairs that a mask hides. A model is judged by two forward passes on the batch, after those of
-    `find_sites`; it is left unchanged. A run is judged by all its records. A checkpoint is judged by its weights alone,
-    which give only an upper bound on the logits; a bound above the threshold is therefore "not known", not "not
-    healthy".
+    Attention is not healthy if a logit is NaN or infinite, or more than `threshold` over the mean of its row as it
+    enters the softmax (after a cap and without biases, so that no constant matters), if a layer's mean attention
+    entropy is below 0.05 nats, if most heads of a layer are saturated or their output gates shut, or if queries give
+    weight to what they should not see: later keys in a causal model, other documents of a packed batch, padding, pairs
+    that a mask hides. A model is judged by two forward passes on the batch, after those of `find_sites`; it is left
+    unchanged. A run is judged by all its records, and by its largest logit if these have no `logit_spread`. A
+    checkpoint is judged by its weights alone, which give only an upper bound on the logits; a bound above the threshold
+    is therefore "not known", not "not healthy".
 
     A head is saturated if its normalized entropy, the mean over rows of the entropy divided by that of uniform
     attention on the same keys, is below 0.01, or below 0.125 where the scale is four times 1/√head_dim or more: its
@@ -79,7 +80,7 @@ def check(
             checked, and nothing else: tokens that must not matter are changed, and the outputs at the other positions
             must not move. Where they do, the layer and head that let the change through are named, or the module
             where no attention is to blame.
-        threshold: the largest accepted logit, in nats.
+        threshold: how far a logit may lie over the mean of its row, in nats.
 
     Raises:
         InvalidTypeError: `model_or_path` has the wrong type, or a model is given without a batch.
@@ -160,7 +161,7 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
             x.double().numpy(force=True)
             for x in (stats.max_logit, stats.capped_max_logit, stats.logit_spread)
         ]
-        logits = entering_logits(raw, capped, spreads)
+        logits = judged_logits(raw, capped, spreads)
         # A head whose rows see no key.
         logits[logits == -np.inf] = math.nan
         head = int(np.where(np.isnan(logits), -np.inf, logits).argmax())
@@ -174,10 +175,18 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
         # Comparisons with NaN are false, so the first number replaces it.
         if not top <= largest and not math.isnan(top):
             largest = top
-            head_name = f"{label} head {head}{before_cap(raw[head], capped[head])}"
+            head_name = f"{label} head {head}{judged_as(top, raw[head], capped[head])}"
         if not mean >= entropy and not math.isnan(mean):
             entropy, layer_name = mean, label
-        rows.append((label, _text(top), str(head), _text(mean)))
+        rows.append(
+            (
+                label,
+                _text(top),
+                str(head),
+                _text(float(np.fmax.reduce(raw))),
+                _text(mean),
+            )
+        )
     status, sentence = judged(
         largest,
         head_name,
@@ -205,7 +214,7 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
         sentence += (
             f"; {len(sites.missed)} of {total} attention layers are not understood"
         )
-    columns = ("layer", "max logit", "head", "entropy")
+    columns = ("layer", "logit spread", "head", "max logit", "entropy")
     return Health(
         status=status,
         sentence=sentence,

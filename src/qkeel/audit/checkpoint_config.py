@@ -36,6 +36,14 @@ N_KV_HEADS = (
     "n_head_kv",
 )
 HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "d_kv")
+# Whether q and k are normed: by any of these keys.
+NORMED = (
+    "use_qk_norm",
+    "qk_layernorm",
+    "qk_norm",
+    "use_qk_layernorm",
+    "query_key_norm",
+)
 N_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # Words in the name of a stack of layers -> the keys of its own number.
 N_LAYERS_OF = {
@@ -141,10 +149,7 @@ def read_geometry(config: ConfigMapping, tensor: str, flags: Geometry) -> Geomet
         scale=_scale(entries, tensor),
         rope_factor=_rope_factor(entries),
         model_type=entries.get("model_type", config.get("model_type")),
-        normed=any(
-            entries.get(key) is True
-            for key in ("use_qk_norm", "qk_layernorm", "qk_norm")
-        ),
+        normed=any(entries.get(key) is True for key in NORMED),
         norm_after=any(entries.get(key) is True for key in ("swin_norm", "norm_after")),
         layout=_layout(entries),
     )

@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from qkeel.audit.checkpoint_config import ConfigMapping, section
+from qkeel.audit.checkpoint_config import NORMED, ConfigMapping, section
 from qkeel.audit.recipes import NormRecipe, SiteRecipe, compress, scale_text
 from qkeel.audit.visibility import SeenKeys
 from qkeel.sites.site import AttentionSite
 
-_NORM = ("use_qk_norm", "qk_layernorm", "qk_norm", "use_qk_layernorm", "query_key_norm")
 _CAP = ("attn_logit_softcapping", "attn_logit_softcap", "attention_logit_cap")
 _ALIBI = ("alibi", "use_alibi")
 _WINDOW = ("sliding_window", "sliding_window_size", "attention_window", "local_window")
@@ -38,7 +37,13 @@ Comparisons = dict[Comparison, list[str]]
 def comparisons(model: nn.Module, recipes: Sequence[SiteRecipe]) -> Comparisons:
     """Compares what each attention layer does with its config: that of the innermost module around it that has one, a
     mapping, a dataclass, or any object with `to_dict` or plain attributes."""
-    return _by_layers(model, recipes, _compared)
+    windowed = any(recipe.window is not None for recipe in recipes)
+    layers: Comparisons = {}
+    for recipe in recipes:
+        config = _config_of(model, recipe.name)
+        for comparison in _compared(config, recipe, windowed):
+            layers.setdefault(comparison, []).append(recipe.name)
+    return layers
 
 
 def differences(
@@ -51,23 +56,6 @@ def differences(
         for (setting, says, does, agrees), names in compared.items()
         if not agrees
     )
-
-
-def _by_layers(
-    model: nn.Module,
-    recipes: Sequence[SiteRecipe],
-    compare: Callable[[ConfigMapping, SiteRecipe], Iterator[Comparison]],
-) -> Comparisons:
-    windowed = any(recipe.window is not None for recipe in recipes)
-    layers: Comparisons = {}
-    for recipe in recipes:
-        config = _config_of(model, recipe.name)
-        for comparison in (
-            *compare(config, recipe),
-            *_window(config, recipe, windowed),
-        ):
-            layers.setdefault(comparison, []).append(recipe.name)
-    return layers
 
 
 def call_differences(
@@ -87,6 +75,7 @@ def call_differences(
         # Models may multiply q by the scale themselves, which leaves a factor of 1.
         scale = layer.scale / site.head_dim**0.5
         is_known = not math.isnan(scale) and scale != 1
+        # What a call does not show is given as something that no config contradicts.
         unread = NormRecipe(kind="unknown")
         recipe = SiteRecipe(
             name=site.name,
@@ -95,13 +84,15 @@ def call_differences(
             head_dim=site.head_dim,
             query=unread,
             key=unread,
+            latent="unknown",
+            bias=True,
             window=reach if is_windowed and reach < length else None,
             keys=length if is_windowed and reach == length else None,
             softcap=layer.softcap,
             scale=(scale,) if is_known else (),
         )
         recipes.append(recipe)
-    return list(differences(_by_layers(model, recipes, _scale_and_cap), recipes))
+    return list(differences(comparisons(model, recipes), recipes))
 
 
 def _config_of(model: nn.Module, site: str) -> ConfigMapping:
@@ -141,8 +132,11 @@ def _numbers(config: ConfigMapping, word: str) -> list[float]:
     return numbers
 
 
-def _compared(config: ConfigMapping, recipe: SiteRecipe) -> Iterator[Comparison]:
-    key, is_normed = _first(config, _NORM)
+def _compared(
+    config: ConfigMapping, recipe: SiteRecipe, windowed: bool
+) -> Iterator[Comparison]:
+    """Compares each setting that both a config and a recipe have; `windowed` is whether any layer has a window."""
+    key, is_normed = _first(config, NORMED)
     normed = [side for side in "qk" if {"q": recipe.query, "k": recipe.key}[side].acts]
     if type(is_normed) is bool and "unknown" not in (
         recipe.query.kind,
@@ -154,7 +148,19 @@ def _compared(config: ConfigMapping, recipe: SiteRecipe) -> Iterator[Comparison]
             does = f"no norm is applied to {sides}"
         agrees = len(normed) == (2 if is_normed else 0)
         yield Comparison(key, str(is_normed).lower(), does, agrees)
-    yield from _scale_and_cap(config, recipe)
+    scale = recipe.total_scale
+    for key, power in (("query_pre_attn_scalar", -0.5), ("attention_multiplier", 1)):
+        number = config.get(key)
+        if isinstance(number, (int, float)) and number > 0 and not math.isnan(scale):
+            expected = number**power
+            says = f"{number:g}, which means logits {expected:.4g} · q·k"
+            does = f"the observed scale is {scale_text((scale,), recipe.head_dim)}"
+            yield Comparison(key, says, does, abs(scale / expected - 1) < 2e-3)
+    key, cap = _first(config, _CAP)
+    if key and isinstance(cap or 0.0, (int, float)):
+        observed = "none" if recipe.softcap is None else f"{recipe.softcap:g}"
+        agrees = math.isclose(cap or 0.0, recipe.softcap or 0.0, rel_tol=1e-3)
+        yield Comparison(key, str(cap), f"the observed cap is {observed}", agrees)
     key, has_alibi = _first(config, _ALIBI)
     if has_alibi is True and recipe.scale:
         does = f"{'a bias' if recipe.bias else 'nothing'} is added to the scores"
@@ -177,22 +183,7 @@ def _compared(config: ConfigMapping, recipe: SiteRecipe) -> Iterator[Comparison]
         says = ", ".join(f"{base:,.6g}" for base in bases)
         does = f"the observed rotary base is {recipe.rotation.base:,.6g}"
         yield Comparison("rope_theta", says, does, agrees)
-
-
-def _scale_and_cap(config: ConfigMapping, recipe: SiteRecipe) -> Iterator[Comparison]:
-    scale = recipe.total_scale
-    for key, power in (("query_pre_attn_scalar", -0.5), ("attention_multiplier", 1)):
-        number = config.get(key)
-        if isinstance(number, (int, float)) and number > 0 and not math.isnan(scale):
-            expected = number**power
-            says = f"{number:g}, which means logits {expected:.4g} · q·k"
-            does = f"the observed scale is {scale_text((scale,), recipe.head_dim)}"
-            yield Comparison(key, says, does, abs(scale / expected - 1) < 2e-3)
-    key, cap = _first(config, _CAP)
-    if key and isinstance(cap or 0.0, (int, float)):
-        observed = "none" if recipe.softcap is None else f"{recipe.softcap:g}"
-        agrees = math.isclose(cap or 0.0, recipe.softcap or 0.0, rel_tol=1e-3)
-        yield Comparison(key, str(cap), f"the observed cap is {observed}", agrees)
+    yield from _window(config, recipe, windowed)
 
 
 def _window(

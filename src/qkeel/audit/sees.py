@@ -19,7 +19,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from qkeel.audit.contracts import Contract, Documents, Window
-from qkeel.audit.visibility import read_visibility
+from qkeel.audit.visibility import config_says, named_arguments, read_visibility
 from qkeel.capture.example import (
     ForwardArguments,
     arguments,
@@ -34,6 +34,8 @@ from qkeel.metrics import Health, Status
 from qkeel.patching.forward import extra_pass, unwrapped
 from qkeel.patching.modes import Args, Kwargs
 
+# Names of a decoder's tokens: any of its outputs may depend on any token of an encoder.
+OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds", "tgt")
 # Positions at which a contract is tried, borders of documents apart.
 PLACES = 12
 # Documents that are tried one by one, at most.
@@ -61,7 +63,8 @@ def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
 
     Args:
         model: the model. A compiled model runs as it is compiled; the culprit is looked for eagerly.
-        batch: its input. The first tensor with two dimensions or more holds the tokens, [b t] or [b t d]. Tokens are
+        batch: its input. The first tensor with two dimensions or more holds the tokens, [b t] or [b t d], unless others
+            are named as such; of an encoder-decoder those of the decoder are changed. Tokens are
             replaced by other tokens of the batch, so that a leak which a special token alone opens (the end of a text,
             padding, a picture) shows only if the batch has that token.
         contract: "causal", Documents or Window.
@@ -190,10 +193,14 @@ class _Passes:
         self.inner, self._model = unwrapped(model), model
         self._args, self._kwargs = tuple(args), dict(kwargs)
         # By name first: an attention mask has two dimensions too.
-        named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")]
+        named = named_arguments(model, args, kwargs)
+        # An encoder-decoder makes its decoder's tokens of the labels.
+        labels = ("labels",) * config_says(self.inner, "is_encoder_decoder")
+        names = (*OF_DECODER, *labels, "input_ids", "inputs_embeds")
+        by_name = [named.get(name) for name in names]
         candidates = [
             x
-            for x in (*named, *tensors((args, dict(kwargs))))
+            for x in (*by_name, *tensors((args, dict(kwargs))))
             if isinstance(x, Tensor) and x.ndim > 1 and x.dtype != torch.bool
         ]
         if not candidates:

@@ -20,11 +20,12 @@ from qkeel.audit.contracts import Documents
 from qkeel.audit.saturation import LargestWeights
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import arguments, tensors
+from qkeel.capture.visible_pattern import visible_rows
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.find import site_label
 from qkeel.sites.site import Sites
-from qkeel.sites.weights import blocks_of_weights, captured_calls
+from qkeel.sites.weights import blocks_of_weights, captured_calls, weights_shape
 
 # Of a row on keys it should not see, under which nothing is said.
 LEAST_WEIGHT = 1e-3
@@ -162,14 +163,6 @@ def padded_keys(kwargs: Mapping[str, Any]) -> Bool[Tensor, "b t"] | None:
     return None
 
 
-def visible_rows(call: Seen, rows: slice) -> Bool[Tensor, "b h r s"] | None:
-    """Which keys some rows of a call see; dimensions that are shared may be 1. None if they see all."""
-    if isinstance(call, ScoresCall):
-        hidden = call.hidden_in(rows)
-        return None if hidden is None else ~hidden
-    return call.visible(rows, slice(0, call.k.shape[2]))
-
-
 def seen_keys(
     label: str,
     calls: Sequence[Seen],
@@ -300,7 +293,7 @@ def findings(
             )
     for kind, words in _UNEXPECTED.items():
         affected = [layer for layer in layers if layer.weight(kind) > LEAST_WEIGHT]
-        if kind == "padding" and _says(unwrapped(model), "is_encoder_decoder"):
+        if kind == "padding" and config_says(unwrapped(model), "is_encoder_decoder"):
             # The mask is the encoder's, and the decoder's own tokens may be as many.
             affected = [x for x in affected if not x.length or x.weight("later")]
         if affected:
@@ -343,11 +336,13 @@ def is_causal_by_config(model: nn.Module) -> bool:
     inner = unwrapped(model)
     has_config = getattr(inner, "config", None) is not None
     is_named = has_config and type(inner).__name__.endswith("ForCausalLM")
-    is_decoder = is_named or _says(inner, "is_decoder") or _says(inner, "is_causal")
-    return is_decoder and not _says(inner, "is_encoder_decoder")
+    is_decoder = (
+        is_named or config_says(inner, "is_decoder") or config_says(inner, "is_causal")
+    )
+    return is_decoder and not config_says(inner, "is_encoder_decoder")
 
 
-def _says(model: nn.Module, key: str) -> bool:
+def config_says(model: nn.Module, key: str) -> bool:
     """Whether a model's configuration has a key that is true."""
     config = getattr(model, "config", None)
     if isinstance(config, Mapping):
@@ -360,20 +355,11 @@ def visible_pairs(call: Seen) -> Tensor:
 
     A call of packed sequences has one batch entry that holds them all.
     """
-    if isinstance(call, ScoresCall):
-        shape = call.capped.shape
-        visible = (
-            torch.ones(shape, dtype=torch.bool)
-            if call.hidden is None
-            else ~call.hidden.cpu()
-        )
-        return visible.expand(shape)
-    t, s = call.q.shape[2], call.k.shape[2]
-    visible = call.visible(slice(0, t), slice(0, s))
-    visible = (
-        torch.ones(1, 1, t, s, dtype=torch.bool) if visible is None else visible.cpu()
-    )
-    return visible.expand(*visible.shape[:2], t, s)
+    _, _, t, s = weights_shape([call])
+    visible = visible_rows(call, slice(0, t))
+    if visible is None:
+        return torch.ones(1, 1, t, s, dtype=torch.bool)
+    return visible.cpu().expand(*visible.shape[:2], t, s)
 
 
 def describe_visible(visible: Tensor) -> tuple[str, int | None]:

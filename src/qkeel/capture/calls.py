@@ -22,19 +22,20 @@ from qkeel.functional.statistics import (
     LogitStats,
     RowStats,
     VisibleKeys,
-    extreme_logits,
+    extreme_rows,
     logit_rows,
     merge,
     no_product_rows,
     product_rows,
     reduce_rows,
+    spread_rows,
 )
 from qkeel.kernels.statistics import (
     BLOCK,
     CallRows,
+    extreme_stats,
     logit_stats,
     max_stats,
-    only_extremes,
     reduce_calls,
     row_logsumexp,
     weight_rows,
@@ -51,6 +52,8 @@ from qkeel.spec.slot import Params
 # An added value this low hides a pair regardless of other values; published masks start
 # at -1e4.
 HIDES = -9e3
+# Added to every pair, a value this low leaves nothing of q·k in float32.
+LOST = -1e6
 # Minimum gap in nats between the two levels of a mask with values above HIDES;
 # published masks: 100.
 APART = 60.0
@@ -64,7 +67,8 @@ def hides(added: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
     above -9000 fall into two groups, separated by a gap of at least 60 nats that is wider than either group, with the
     lower group at -60 or less. At equal q·k, a pair on the lower level then weighs at most e⁻⁶⁰ times as much as a pair
     on the upper level, which is lost to rounding in any float64 sum. A bias that decreases with the distance (ALiBi,
-    T5) forms a ramp of values without such a gap, so it hides nothing.
+    T5) forms a ramp of values without such a gap, so it hides nothing. If all values of the call are -9000 or less and
+    the largest is above -1e6, the -9000 are counted from that one: a constant hides nothing.
 
     Args:
         added: the added values of all rows and heads of the call, because a single row may contain only one of the
@@ -76,9 +80,14 @@ def hides(added: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
     False
     """
     added = added if added.is_floating_point() else added.double()
-    low = added <= HIDES
+    if not added.numel():
+        return added <= HIDES
+    # A constant on all pairs hides none, however low it is, as long as q·k is not lost in its rounding.
+    top = added.amax()
+    constant = torch.where((top <= HIDES) & (top > LOST), top, 0.0)
+    low = added <= HIDES + constant
     # One number for all pairs of a head is no level: no row has another number above it.
-    if not added.numel() or added.shape[-2:] == (1, 1):
+    if added.shape[-2:] == (1, 1):
         return low
     least, most = (
         added.masked_fill(low, torch.inf).amin(),
@@ -385,6 +394,14 @@ class FlexCall(AttentionCall):
         z = AttentionCall.scores(self, q, k, rows, keys)
         return z if self.score_mod is None else _modified(self.score_mod, z, rows, keys)
 
+    def unbiased(self, q: Tensor, k: Tensor, rows: slice, keys: slice) -> Tensor:
+        z = AttentionCall.scores(self, q, k, rows, keys)
+        if self.score_mod is None:
+            return z
+        # What is added is what remains of a product of 0; a cap and a factor are still in what is left.
+        added = _modified(self.score_mod, torch.zeros_like(z), rows, keys)
+        return _modified(self.score_mod, z, rows, keys) - added
+
     def visible(self, rows: slice, keys: slice) -> Tensor | None:
         visible = (
             None
@@ -465,7 +482,8 @@ class ScoresCall:
     splits the statistics. If `gathered` is True, the keys were picked for each query, so a column does not belong to a
     single key and the first key of a row is unknown; sink_share is then NaN. `sink` is the logsumexp of the attached
     columns that are not keys, if there are any. `params` are the parameters of the spec's normalizer where qkeel
-    computes the weights, which gives hidden pairs none; None where the model computes its own softmax.
+    computes the weights, which gives hidden pairs none; None where the model computes its own softmax. `bias` is what
+    was added to the products before the cap, as far as it hides nothing.
     """
 
     spec: AttentionSpec
@@ -482,6 +500,7 @@ class ScoresCall:
     gathered: bool = False
     sink: Float[Tensor, "b h t"] | None = None
     params: Params | None = None
+    bias: Float[Tensor, "#b #h #t #s"] | None = None
 
     @property
     def headless(self) -> bool:
@@ -511,6 +530,17 @@ class ScoresCall:
                 visible_keys = VisibleKeys(~hidden, 0, s)
             z = self.logits[:, :, rows].to(wide(self.logits.dtype), copy=True)
             yield rows, visible_keys.blank_(z), visible_keys
+
+    def entering(
+        self, rows: slice, z: Tensor, visible_keys: VisibleKeys
+    ) -> Tensor | None:
+        """The blanked logits of some rows after the cap and without biases; None if they are z, the logits before it."""
+        cap = self.spec.cap
+        if self.bias is None and cap.kind == "none":
+            return None
+        if self.bias is not None:
+            z = z - (self.bias[:, :, rows] if self.bias.shape[2] > 1 else self.bias)
+        return visible_keys.blank_(cap.apply(z))
 
     def hidden_in(self, rows: slice) -> Tensor | None:
         """The hidden pairs of some rows."""
@@ -543,7 +573,10 @@ def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitS
             angles = product_rows(
                 products, 1.0, q_norm[:, :, rows], k_norm, visible_keys
             )
+        entering = call.entering(rows, z, visible_keys)
         logits = logit_rows(z, visible_keys, threshold, classes)
+        if entering is not None:
+            logits["spread"] = spread_rows(entering, visible_keys)
         if call.capped is not call.logits:
             z = call.capped[:, :, rows].to(kind, copy=True)
             z = visible_keys.lower_(visible_keys.blank_(z))
@@ -591,14 +624,17 @@ def scores_change(before: ScoresCall, after: ScoresCall) -> LogitChange:
 
 
 @torch.no_grad()
-def scores_maxima(call: ScoresCall) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]]:
-    """Only the max_logit and min_logit [h] of `scores_stats`."""
-    extremes = []
+def scores_maxima(call: ScoresCall) -> LogitStats:
+    """Only the max_logit, min_logit and logit_spread of `scores_stats`."""
+    blocks = []
     for rows, z, visible_keys in call.blocks():
-        counted = None if call.query_mask is None else call.query_mask[:, rows]
-        extremes.append(extreme_logits(z, visible_keys, counted))
-    largest, smallest = zip(*extremes)
-    return torch.stack(largest).amax(0), torch.stack(smallest).amin(0)
+        entering = call.entering(rows, z, visible_keys)
+        blocks.append(
+            extreme_rows(z, visible_keys, z if entering is None else entering)
+        )
+    return extreme_stats(
+        *(torch.cat(parts, 2) for parts in zip(*blocks)), counted=call.query_mask
+    )
 
 
 @torch.no_grad()
@@ -692,14 +728,10 @@ def statistics(call: Seen, threshold: float = ALARM_THRESHOLD) -> LogitStats:
 
 @torch.no_grad()
 def maxima(call: Seen) -> LogitStats:
-    """Like `statistics`, but with max_logit and min_logit only and neutral values in the other fields, at less than
-    half the cost."""
+    """Like `statistics`, but with max_logit, min_logit and logit_spread only and neutral values in the other fields, at
+    less than half the cost."""
     with torch.autocast(_device(call), enabled=False):
-        return (
-            only_extremes(*scores_maxima(call))
-            if isinstance(call, ScoresCall)
-            else max_stats(call)
-        )
+        return scores_maxima(call) if isinstance(call, ScoresCall) else max_stats(call)
 
 
 def _device(call: Seen) -> str:

@@ -223,7 +223,7 @@ class EagerAttentionTracer:
         if isinstance(other_tag, Scores):
             tag = _sum(other_tag, tag, float(step.kwargs.get("beta", 1.0)), step)
         elif added is not None:
-            tag = self._with_term(step, tag, added, 1.0)
+            tag = self._with_term(step, tag, added, step.kwargs.get("beta", 1.0))
         self.tags.put(step.out, tag)
 
     def _scores(self, step: Step, tag: Scores, x: Tensor) -> None:
@@ -335,8 +335,15 @@ class EagerAttentionTracer:
         is_traced = self._lists_missed and not tag.only_tables
         if is_traced and depends_on_input(term, tag, step.out):
             tag = dataclasses.replace(tag, lost=(*tag.lost, _DEPENDS))
-        low = hides(sign * term.detach())
-        return tag.hiding(low, step.out) if bool(low.any()) else tag
+        added = term.detach() if sign == 1 else sign * term.detach()
+        low = hides(added)
+        is_mask, is_bias = torch.stack(
+            [low.any(), (~low & (added != 0)).any()]
+        ).tolist()
+        if is_bias and tag.cap is None:
+            bias = added if tag.bias is None else tag.bias + added
+            tag = dataclasses.replace(tag, bias=bias)
+        return tag.hiding(low, step.out) if is_mask else tag
 
     def _masked(self, step: Step, tag: Scores, x: Tensor) -> Scores:
         """The tag of scores after masked_fill or where. `where` of two tensors of scores is a sum, of which each has a
@@ -354,8 +361,10 @@ class EagerAttentionTracer:
         replaced = ~condition if chosen is x else condition
         other_tag = self.tags.get(operand)
         if isinstance(other_tag, Scores):
-            shown = dataclasses.replace(tag, hidden=None)
-            total = _sum(shown, dataclasses.replace(other_tag, hidden=None), 1.0, step)
+            shown, other = (
+                dataclasses.replace(y, hidden=None, bias=None) for y in (tag, other_tag)
+            )
+            total = _sum(shown, other, 1.0, step)
             if tag.hidden is not None:
                 total = total.hiding(tag.hidden & ~replaced, out)
             if other_tag.hidden is not None:
@@ -376,7 +385,7 @@ class EagerAttentionTracer:
         products = scores[0].products
         if len(scores) > 1:
             products = (products[0].unknown(),)
-        masks, starts, columns = [], [], 0
+        masks, biases, starts, columns = [], [], [], 0
         for x, tag in zip(parts, tags):
             if isinstance(tag, Scores):
                 starts += [columns, columns + x.shape[-1]]
@@ -385,12 +394,18 @@ class EagerAttentionTracer:
             if isinstance(tag, Scores) and tag.hidden is not None:
                 mask = tag.hidden.expand_as(x)
             masks.append(mask)
+            bias = x.new_zeros(x.shape)
+            if isinstance(tag, Scores) and tag.bias is not None:
+                bias = tag.bias.expand_as(x)
+            biases.append(bias)
         is_masked = any(tag.hidden is not None for tag in scores)
+        is_biased = any(tag.bias is not None for tag in scores)
         return dataclasses.replace(
             scores[0],
             products=products,
             lost=tuple(dict.fromkeys(reason for tag in scores for reason in tag.lost)),
             hidden=torch.cat(masks, -1) if is_masked else None,
+            bias=torch.cat(biases, -1) if is_biased else None,
             keys=(starts[0], starts[-1]),
         )
 
@@ -662,6 +677,10 @@ def _sum(first: Scores, second: Scores, factor: float, step: Step) -> Scores:
     for tag in (first, second):
         if tag.hidden is not None:
             total = total.hiding(tag.hidden, step.out)
+        if tag.bias is not None:
+            bias = tag.bias if tag is second or factor == 1 else factor * tag.bias
+            bias = bias if total.bias is None else total.bias + bias
+            total = dataclasses.replace(total, bias=bias)
     return total
 
 
@@ -691,6 +710,7 @@ def _viewed(step: Step, tag: Scores, x: Tensor) -> Scores | None:
             viewed(product, name, x, step.args, kwargs, out) for product in tag.products
         ),
         hidden=view(tag.hidden),
+        bias=view(tag.bias),
         uncapped=view(tag.uncapped),
         unshifted=view(tag.unshifted),
         keys=keys,

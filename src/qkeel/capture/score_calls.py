@@ -83,6 +83,10 @@ def scores_call(
     if tag.hidden is not None:
         hidden = tag.hidden.broadcast_to(x.shape).narrow(keys, start, end - start)
         hidden = arrangement.apply(hidden)
+    bias = None
+    if tag.bias is not None:
+        bias = tag.bias.broadcast_to(x.shape).narrow(keys, start, end - start)
+        bias = arrangement.apply(bias.to(wide(x.dtype)))
     is_filled = any([f.pads for f in frame.line()])
     if is_filled and len(pairs) == 1 and tag.products[0].followed:
         filler = _filler_rows(pairs[0], arrangement, capped, keys)
@@ -115,6 +119,7 @@ def scores_call(
         layout=arrangement,
         gathered=all(by_query),
         sink=sink,
+        bias=bias,
     )
 
 

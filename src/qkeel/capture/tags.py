@@ -29,6 +29,7 @@ class Scores:
         scale: the constant by which the products were multiplied.
         lost: what else the scores contain, which could not be traced.
         hidden: the pairs that masks have hidden, or None.
+        bias: what was added to the products before a cap, apart from masks, or None.
         uncapped: the logits before a tanh cap, and `cap` its bound.
         keys: the range of columns that are keys, if others, such as a sink, were attached.
         unshifted: the scores before each row's largest or its logsumexp was subtracted.
@@ -40,6 +41,7 @@ class Scores:
     scale: float = 1.0
     lost: tuple[str, ...] = ()
     hidden: Tensor | None = None
+    bias: Tensor | None = None
     uncapped: Tensor | None = None
     cap: float | None = None
     keys: tuple[int, int] | None = None
@@ -64,6 +66,7 @@ class Scores:
         return dataclasses.replace(
             self,
             scale=self.scale if self.cap is not None else self.scale * factor,
+            bias=None if self.bias is None else self.bias * factor,
             uncapped=None if self.uncapped is None else self.uncapped * factor,
             cap=None if self.cap is None else self.cap * abs(factor),
             unshifted=None if self.unshifted is None else self.unshifted * factor,

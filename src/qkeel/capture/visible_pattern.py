@@ -191,17 +191,21 @@ def _spans(call: Seen, s: int) -> tuple[bool, bool, bool, int]:
     return bool(spans), bool(slide), bool(start_apart), most
 
 
+def visible_rows(call: Seen, rows: slice) -> Bool[Tensor, "b h r s"] | None:
+    """Which keys some rows of a call see; dimensions that are shared may be 1. None if they see all."""
+    if isinstance(call, ScoresCall):
+        hidden = call.hidden_in(rows)
+        return None if hidden is None else ~hidden
+    return call.visible(rows, slice(0, call.k.shape[2]))
+
+
 def _blocks(call: Seen, s: int) -> Iterator[Bool[Tensor, "n r s"]]:
     """The visible pairs in blocks of rows, for each sequence and head that has a separate mask."""
     b, h, t = (call.logits if isinstance(call, ScoresCall) else call.q).shape[:3]
     size = max(1, _PAIRS // max(1, b * h * s))
     for start in range(0, t, size):
         rows = slice(start, min(t, start + size))
-        if isinstance(call, ScoresCall):
-            hidden = call.hidden_in(rows)
-            visible = None if hidden is None else ~hidden
-        else:
-            visible = call.visible(rows, slice(0, s))
+        visible = visible_rows(call, rows)
         if visible is None:
             visible = torch.ones(1, 1, 1, s, dtype=torch.bool, device=call.query_device)
         yield visible.expand(*visible.shape[:2], rows.stop - start, s).flatten(0, 1)

@@ -14,7 +14,7 @@ from qkeel.metrics import (
     Row,
     judged,
 )
-from qkeel.metrics.run_scalars import before_cap, entering_logits
+from qkeel.metrics.run_scalars import judged_as, judged_logits
 from qkeel.records import NON_FINITE, Heads, fold_heads
 
 
@@ -30,7 +30,9 @@ def raised_alarms(events: Sequence[Row]) -> list[Row]:
 def judge_run(
     heads: Heads, events: Sequence[Row], threshold: float = HARMFUL_LOGIT
 ) -> Health:
-    """Judges a run by all its records: the largest logit of any record, the entropy of the last, and its alarms.
+    """Judges a run by all its records: the largest spread of any record, the entropy of the last, and its alarms.
+
+    A run whose records have no "logit_spread", as those of version 0.1, is judged by its largest logit.
 
     Alarms that are no notices decide, unless an autopilot has acted and the last logits are below the alarm threshold;
     then the last record counts alone.
@@ -46,9 +48,10 @@ def judge_run(
     """
     measured = np.asarray(heads.values["max_logit"], dtype=np.float64)
     capped = heads.values.get("capped_max_logit", measured)
-    judged_logits = entering_logits(measured, capped, heads.values.get("logit_spread"))
+    spreads = heads.values.get("logit_spread")
+    numbers = judged_logits(measured, capped, spreads)
     # `argmax` would return the first NaN, which stands for a head that was not measured.
-    logits = np.where(np.isnan(judged_logits), -math.inf, judged_logits)
+    logits = np.where(np.isnan(numbers), -math.inf, numbers)
     n_layers = logits.shape[1]
     names = [
         name or "the model itself"
@@ -66,7 +69,7 @@ def judge_run(
     largest = float(logits[first + record, layer, head])
     largest = math.nan if largest == -math.inf else largest
     place = first + record, layer, head
-    cap = before_cap(float(measured[place]), float(capped[place]))
+    kind = judged_as(largest, float(measured[place]), float(capped[place]))
     # Between the measured steps, it may have been larger.
     has_gaps = heads.steps[-1] - heads.steps[0] >= len(heads.steps)
     among = f", the largest of {len(heads.steps):,} measured" if has_gaps else ""
@@ -87,7 +90,7 @@ def judge_run(
     )
     status, sentence = judged(
         largest,
-        f"{names[layer]} head {head}, step {int(heads.steps[first + record]):,}{among}{cap}",
+        f"{names[layer]} head {head}, step {int(heads.steps[first + record]):,}{among}{kind}",
         entropy=entropies[lowest],
         lowest=names[lowest],
         broken=broken,
@@ -96,13 +99,15 @@ def judge_run(
     )
     tops, last = logits.max((0, 2)).tolist(), logits[-1].max(1).tolist()
     rows = []
-    for name, *numbers in zip(names, tops, last, entropies):
+    for name, *of_layer in zip(names, tops, last, entropies):
         # Here -inf stands for a layer without a measurement, while +inf was measured.
         texts = [
-            "-" if not math.isfinite(x) and not x > 0 else f"{x:,.4g}" for x in numbers
+            "-" if not math.isfinite(x) and not x > 0 else f"{x:,.4g}" for x in of_layer
         ]
         rows.append((name, *texts))
-    columns = ("layer", "max logit", "last", "entropy, last")
+    has_spreads = spreads is not None and not np.isnan(spreads).all()
+    number = "logit spread" if has_spreads else "max logit"
+    columns = ("layer", number, "last", "entropy, last")
     return Health(
         status=status,
         sentence=sentence,

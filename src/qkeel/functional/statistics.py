@@ -42,9 +42,10 @@ PerHead = Float[Tensor, " h"]
 class LogitStats:
     """Statistics over the visible (query, key) pairs of one site; [h] per query head, [g] per key head.
 
-    Logits are signed, after scale and bias and before the cap. The entropy, in nats, is that of the weights before
-    dropout, over query rows that see at least one key. Norms are those of q and k as they enter the dot product, after
-    norm and rotation. Tensors are detached, in float32 or wider. `merge` combines key blocks, micro-batches and ranks.
+    Logits are signed, after scale and bias and before the cap, but for `logit_spread`. The entropy, in nats, is that of
+    the weights before dropout, over query rows that see at least one key. Norms are those of q and k as they enter the
+    dot product, after norm and rotation. Tensors are detached, in float32 or wider. `merge` combines key blocks,
+    micro-batches and ranks.
 
     Attributes:
         normalized_entropy: mean of H_i / ln n_i, in [0, 1], over the `n_free` rows that see n_i >= 2 keys; with a sink
@@ -92,7 +93,8 @@ class LogitStats:
     cos_mean: PerHead = field(metadata=rule("mean", count="n_products"))
     #: mean over `n_free` rows of the row's largest logit minus its mean, in nats
     logit_gap: PerHead = field(metadata=rule("mean", count="n_free"))
-    #: the same for the row where it is largest, in nats: a constant on all logits of a row does not change it
+    #: largest, over rows, of a row's largest logit less the row's mean, in nats, >= 0; of scale · q·k as it enters the
+    #: softmax, after the cap and without biases. It is what verdicts judge: no constant on the logits changes it
     logit_spread: PerHead = field(metadata=rule("max", -torch.inf))
     n_free: Int[Tensor, " h"] = field(metadata=rule("sum"))
     n_products: Int[Tensor, " h"] = field(metadata=rule("sum"))
@@ -330,6 +332,7 @@ class RowStats:
     n_keys: Int[Tensor, "b h t"]  #: visible keys
     max_logit: PerRow  #: largest logit before the cap, in nats
     min_logit: PerRow  #: smallest logit before the cap, in nats
+    spread: PerRow  #: largest less mean of the logits after the cap and without biases, in nats
     capped_max: PerRow  #: largest after the cap, in nats
     total: PerRow  #: sum of logits
     above: PerRow  #: number of logits above the threshold
@@ -356,17 +359,76 @@ class RowStats:
         )
 
 
-def extreme_logits(
-    z: Tensor, visible_keys: VisibleKeys, counted: Bool[Tensor, "b r"] | None
-) -> tuple[Tensor, Tensor]:
-    """Returns the largest and smallest logit [h] of blanked z [b h r n] over counted rows; leaves z lowered."""
-    over = visible_keys.counts(z.shape[2], z.device) > 0
-    if counted is not None:
-        over = over & counted[:, None]
-    low = visible_keys.least(z).masked_fill(~over, torch.inf).amin((0, 2))
-    return visible_keys.lower_(z).amax(-1).masked_fill(~over, -torch.inf).amax(
-        (0, 2)
-    ), low
+def spread_rows(x: Tensor, visible_keys: VisibleKeys) -> PerRow:
+    """Returns the largest of each row of blanked x [b h r n] less the row's mean; leaves x lowered."""
+    n = visible_keys.counts(x.shape[2], x.device).clamp_min(1)
+    mean = x.sum(-1) / n
+    return visible_keys.lower_(x).amax(-1) - mean
+
+
+def extreme_rows(
+    z: Tensor, visible_keys: VisibleKeys, entering: Tensor
+) -> tuple[PerRow, PerRow, PerRow]:
+    """Returns the largest and smallest logit of each row of blanked z [b h r n], and its spread, -inf, inf and -inf
+    where the row sees no key; leaves z lowered.
+
+    entering: blanked logits after the cap and without biases, or z itself.
+    """
+    none = visible_keys.counts(z.shape[2], z.device) == 0
+    low = visible_keys.least(z)
+    spread = spread_rows(entering, visible_keys)
+    top = (z if entering is z else visible_keys.lower_(z)).amax(-1)
+    return (
+        top.masked_fill(none, -torch.inf),
+        low.masked_fill(none, torch.inf),
+        spread.masked_fill(none, -torch.inf),
+    )
+
+
+def row_means(
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    ends: tuple[Int[Tensor, "#b t"], Int[Tensor, "#b t"]] | None,
+    visible: Bool[Tensor, "#b s"] | None,
+) -> PerRow:
+    """Returns the mean of q·k over the keys of each row from cumulative sums of keys, in O(T d) and without a T×T
+    matrix.
+
+    Source: derived from Σ_j q·k_j = q·Σ_j k_j.
+
+    Args:
+        q, k: queries and keys as they enter the product.
+        ends: the first key that each row may see and the key after the last; None for all keys.
+        visible: which of these keys are seen by any row; None for all.
+
+    Example:
+        >>> q, k = torch.ones(1, 1, 2, 1), torch.tensor([[[[1.0], [3.0]]]])
+        >>> row_means(q, k, (torch.tensor([[0, 0]]), torch.tensor([[1, 2]])), None).tolist()
+        [[[1.0, 2.0]]]
+    """
+    b, g, s, _ = k.shape
+    if visible is None:
+        visible = torch.ones(1, s, dtype=torch.bool, device=k.device)
+    visible = visible.expand(b, s)
+    is_hidden = ~visible[:, None, :, None]
+    # Sums of what differs between keys keep their digits, however large what all keys have in common is.
+    common = k.masked_fill(is_hidden, 0.0).mean(2, keepdim=True)
+    sums = torch.nn.functional.pad(
+        (k - common).masked_fill(is_hidden, 0.0).cumsum(2), (0, 0, 1, 0)
+    )
+    counts = torch.nn.functional.pad(visible.cumsum(1), (1, 0))
+    if ends is None:
+        total, n = sums[:, :, -1:], counts[:, -1:]
+    else:
+        low, high = (end.expand(b, -1) for end in ends)
+        n = counts.gather(1, high) - counts.gather(1, low)
+        low, high = (
+            end[:, None, :, None].expand(-1, g, -1, k.shape[3]) for end in (low, high)
+        )
+        total = sums.gather(2, high) - sums.gather(2, low)
+    mean = common + total / n.clamp_min(1)[:, None, :, None]
+    # The queries that share a key head have the same mean key.
+    return (q.unflatten(1, (g, -1)) * mean[:, :, None]).sum(-1).flatten(1, 2)
 
 
 def logit_rows(
@@ -375,8 +437,9 @@ def logit_rows(
     threshold: float,
     members: Members | None = None,
 ) -> dict[str, Tensor]:
-    """Returns extrema, totals and counts of blanked logits z [b h rows n] before the cap; leaves z lowered."""
+    """Returns extrema, totals, spreads and counts of blanked logits z [b h rows n] before the cap; leaves z lowered."""
     b, h, r, _ = z.shape
+    n_keys = visible_keys.counts(r, z.device).expand(b, h, r)
     fields = {"total": z.sum(-1), "min_logit": visible_keys.least(z)}
     top = visible_keys.lower_(z).amax(-1)
     # Comparing every logit costs as much as the exponential and finds nothing if no row maximum is above. Only on a CPU
@@ -390,8 +453,9 @@ def logit_rows(
     return {
         **fields,
         "max_logit": top,
+        "spread": top - fields["total"] / n_keys.clamp_min(1),
         "above": above,
-        "n_keys": visible_keys.counts(r, z.device).expand(b, h, r),
+        "n_keys": n_keys,
     }
 
 
@@ -507,6 +571,7 @@ ROW_FIELDS = (
     *(
         "max_logit",
         "min_logit",
+        "spread",
         "capped_max",
         "total",
         "above",
@@ -633,7 +698,7 @@ def reduce_fields(
         else torch.full_like(sink_share, -torch.inf),
         cos_mean=sums["cos_total"] / of_pairs,
         logit_gap=gap.masked_fill(bound, 0.0).sum(1) / of_free,
-        logit_spread=gap.masked_fill(bound, -torch.inf).amax(1),
+        logit_spread=tops["spread"],
         n_free=n_free,
         n_products=n_pairs if products else torch.zeros_like(n_pairs),
         classes=classes,

@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkeel.errors import RefusedError, ShapeError
@@ -23,19 +23,23 @@ from qkeel.functional.bounds import (
 )
 from qkeel.functional.class_statistics import Members
 from qkeel.functional.logits import entropy
+from qkeel.functional.norms import wide
 from qkeel.functional.statistics import (
     KernelRows,
     LogitStats,
     RowStats,
     VisibleKeys,
     by_class,
-    extreme_logits,
+    extreme_rows,
     logit_rows,
+    merge,
     product_rows,
     reduce_fields,
     reduce_kernel_rows,
     reduce_rows,
+    row_means,
     softmax_rows,
+    spread_rows,
     with_sink,
 )
 from qkeel.kernels.contract import row_blocks
@@ -84,7 +88,10 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
         angles = product_rows(
             products, unit, q_norm[:, :, rows], k_norm[:, :, keys], visible_keys
         )
+        entering = _entering(call, z, q, k, rows, keys, visible_keys)
         logits = logit_rows(z, visible_keys, threshold, classes)
+        if entering is not None:
+            logits["spread"] = spread_rows(entering, visible_keys)
         blocks.append(
             RowStats(
                 **angles, **logits, **_weight_rows(call, z, visible_keys, classes, sink)
@@ -101,31 +108,28 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
 
 @torch.no_grad()
 def max_stats(call: AttentionCall) -> LogitStats:
-    """Like `logit_stats`, but with max_logit and min_logit only and neutral values in all other fields, at less than
-    half the cost."""
-    rows = logit_pass.extremes_of(call)
-    if rows is not None:
-        return extreme_stats(rows[0], rows[1])
-    heads = extremes(call)
-    if heads is not None:
-        return only_extremes(*heads)
-    # Above no threshold, which spares counting.
-    rows_of_gpu = row_fields(call, torch.inf)
-    if rows_of_gpu is not None:
-        (high, low), counted = rows_of_gpu[0][:2], call.query_mask
-        if counted is not None:
-            high = high.masked_fill(~counted[:, None], -torch.inf)
-            low = low.masked_fill(~counted[:, None], torch.inf)
-        return extreme_stats(high, low)
+    """Like `logit_stats`, but with max_logit, min_logit and logit_spread only and neutral values in all other fields,
+    at less than half the cost."""
+    fields: Tensor | tuple[Tensor, ...] | None = logit_pass.extremes_of(call)
+    if fields is None:
+        fields = extremes(call)
+    if fields is None:
+        # Above no threshold, which spares counting.
+        rows_of_gpu = row_fields(call, torch.inf)
+        fields = None if rows_of_gpu is None else rows_of_gpu[0][:3]
+    if fields is not None:
+        return extreme_stats(*fields, counted=call.query_mask)
     q, k = call.encoded()
-    largest = q.new_full((q.shape[1],), -torch.inf)
-    smallest = -largest
+    # Without keys there is no block.
+    empty = q.new_full((*q.shape[:2], 1), -torch.inf)
+    stats = extreme_stats(empty, -empty, empty)
     for rows, keys in _blocks(call):
         z, visible_keys = _logits(call, q, k, rows, keys)
+        entering = _entering(call, z, q, k, rows, keys, visible_keys)
+        of_rows = extreme_rows(z, visible_keys, z if entering is None else entering)
         counted = None if call.query_mask is None else call.query_mask[:, rows]
-        high, low = extreme_logits(z, visible_keys, counted)
-        largest, smallest = torch.maximum(largest, high), torch.minimum(smallest, low)
-    return only_extremes(largest, smallest)
+        stats = merge(stats, extreme_stats(*of_rows, counted=counted))
+    return stats
 
 
 class CallRows(NamedTuple):
@@ -172,24 +176,20 @@ def reduce_calls(
     alone. Calls of the same shapes are reduced together, as one with all their heads, because each of some thirty
     operators costs microseconds, or a launch, whatever its size."""
     stats = {}
-    groups: dict[object, dict[int, CallRows]] = {}
-    maxima: dict[object, dict[int, Tensor]] = {}
+    groups: dict[object, dict[int, Any]] = {}
     for i, call in enumerate(calls):
-        if isinstance(call, Tensor):
-            form = (call.shape, call.dtype, call.device)
-            maxima.setdefault(form, {})[i] = call
-            continue
-        form = (
-            *(call.fields.shape, call.k_norm.shape),
-            *(call.fields.dtype, call.fields.device),
-        )
-        # Masks are the same if they are one object: comparing them would read them.
-        form = (*form, id(call.counted), call.keys_seen is None)
+        tensors = (call,) if isinstance(call, Tensor) else (call.fields, call.k_norm)
+        first, last = tensors[0], tensors[-1]
+        form = (first.shape, last.shape, first.dtype, first.device)
+        if isinstance(call, CallRows):
+            # Masks are the same if they are one object: comparing them would read them.
+            form = (*form, id(call.counted), call.keys_seen is None)
         groups.setdefault(form, {})[i] = call
-    for largest in maxima.values():
-        stats[tuple(largest)] = only_extremes(torch.cat([*largest.values()]))
     for group in groups.values():
         rows = [*group.values()]
+        if isinstance(rows[0], Tensor):
+            stats[tuple(group)] = only_extremes(torch.cat(rows))
+            continue
         keys_seen = [call.keys_seen for call in rows if call.keys_seen is not None]
         stats[tuple(group)] = reduce_fields(
             torch.cat([call.fields for call in rows], 2),
@@ -207,8 +207,36 @@ def plain_max_stats(
     """Like `max_stats` for a call that `plain_rows` supports."""
     if not logit_pass.reads_plain(q, k, causal):
         return None
-    largest, smallest = logit_pass.plain_extremes(q, k, scale, causal)
-    return extreme_stats(largest, smallest)
+    return extreme_stats(*logit_pass.plain_extremes(q, k, scale, causal))
+
+
+@torch.no_grad()
+def stats_of_tops(call: AttentionCall, largest: PerRow) -> LogitStats:
+    """Like `max_stats` but for min_logit, from the largest logit of each row, which the kernel that attends knows."""
+    means = _row_means(call)
+    # What is not a sum over the keys is computed from the logits.
+    if means is None:
+        return max_stats(call)
+    return extreme_stats(largest, None, largest - means, counted=call.query_mask)
+
+
+def _row_means(call: AttentionCall) -> PerRow | None:
+    """Returns the mean of the logits of each row; None if they are not q·k times a factor, or if the keys of a row are
+    no range."""
+    spec = call.spec
+    if call.is_biased or spec.cap.kind != "none" or not spec.position.folds:
+        return None
+    visibility = logit_pass.visibility(call)
+    if visibility is None:
+        return None
+    low, high, mask = visibility
+    if mask is not None and mask.shape[1:3] != (1, 1):
+        return None
+    q, k = (x.to(wide(x.dtype)) for x in logit_pass.operands(call))
+    ends = None if low is None or high is None else (low, high)
+    means = row_means(q, k, ends, None if mask is None else mask[:, 0, 0])
+    factor = spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype)
+    return means * (factor[..., 0] if isinstance(factor, Tensor) else factor)
 
 
 # A row that sees a single key has a logsumexp equal to its logit, which rounds below it in half precision (by 6e-6 of it).
@@ -250,7 +278,9 @@ def bounded_maxima(
     over = (~(bound <= limit)).nonzero()[:, 0]
     keys = over // (q.shape[1] // k.shape[1])
     with torch.no_grad():
-        largest, _ = logit_pass.plain_extremes(q[:, over], k[:, keys], scale, is_causal)
+        largest, *_ = logit_pass.plain_extremes(
+            q[:, over], k[:, keys], scale, is_causal
+        )
     return bound.to(largest).index_copy(0, over, largest.amax((0, 2)))
 
 
@@ -277,24 +307,35 @@ def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
     return dataclasses.replace(stats, capped_max_logit=capped)
 
 
-def extreme_stats(largest: PerRow, smallest: PerRow | None = None) -> LogitStats:
-    """Returns statistics with only the extremes of rows; rows that see no key, and excluded rows, have -inf and inf."""
-    return only_extremes(
-        largest.amax((0, 2)), None if smallest is None else smallest.amin((0, 2))
-    )
+def extreme_stats(
+    largest: PerRow,
+    smallest: PerRow | None = None,
+    spread: PerRow | None = None,
+    *,
+    counted: Bool[Tensor, "b t"] | None = None,
+) -> LogitStats:
+    """Returns statistics with only the extremes of rows and their spreads, as far as they are given; rows that see no
+    key have -inf, inf and -inf."""
+
+    def of_heads(rows: PerRow, sign: float) -> Tensor:
+        if counted is not None:
+            rows = rows.masked_fill(~counted[:, None], -sign * torch.inf)
+        return rows.amax((0, 2)) if sign > 0 else rows.amin((0, 2))
+
+    fields = {"max_logit": of_heads(largest, 1.0)}
+    if smallest is not None:
+        fields["min_logit"] = of_heads(smallest, -1.0)
+    if spread is not None:
+        fields["logit_spread"] = of_heads(spread, 1.0)
+    return only_extremes(**fields)
 
 
 def only_extremes(
-    largest: Float[Tensor, " h"], smallest: Float[Tensor, " h"] | None = None
+    max_logit: Float[Tensor, " h"], **others: Float[Tensor, " h"]
 ) -> LogitStats:
-    """Returns statistics that contain only the largest, and perhaps the smallest, logit of each head."""
-    fields = {
-        **_no_statistics(largest.shape[0], largest.dtype, largest.device),
-        "max_logit": largest,
-    }
-    if smallest is not None:
-        fields["min_logit"] = smallest
-    return LogitStats(**fields)  # type: ignore[arg-type]
+    """Returns statistics that contain only the largest logit of each head, and the other fields that are given."""
+    neutral = _no_statistics(max_logit.shape[0], max_logit.dtype, max_logit.device)
+    return LogitStats(**{**neutral, "max_logit": max_logit, **others})  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=64)
@@ -410,6 +451,24 @@ def _logits(
     return visible_keys.blank_(
         call.scores(q[:, :, rows], k[:, :, keys], rows, keys)
     ), visible_keys
+
+
+def _entering(
+    call: AttentionCall,
+    z: Tensor,
+    q: Tensor,
+    k: Tensor,
+    rows: slice,
+    keys: slice,
+    visible_keys: VisibleKeys,
+) -> Tensor | None:
+    """Returns the blanked logits of a block after the cap and without biases; None if they are z, those of `_logits`."""
+    cap = call.spec.cap
+    if call.is_biased:
+        z = call.unbiased(q[:, :, rows], k[:, :, keys], rows, keys)
+    elif cap.kind == "none":
+        return None
+    return visible_keys.blank_(cap.apply(z))
 
 
 def _visible_keys(call: AttentionCall, rows: slice, keys: slice) -> VisibleKeys:

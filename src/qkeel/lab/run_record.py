@@ -57,7 +57,14 @@ from qkeel.sites.observed_pass import MeasureCall
 # Measurements on held-out text: the loss, and the attention statistics of the probe.
 
 # The statistics that the lab records per head, which are a subset of records.HEAD_FIELDS.
-PROBE_FIELDS = ("max_logit", "min_logit", "entropy", "query_norm", "key_norm")
+PROBE_FIELDS = (
+    "max_logit",
+    "min_logit",
+    "logit_spread",
+    "entropy",
+    "query_norm",
+    "key_norm",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from qkeel.metrics.run_scalars import (
     spike_score,
     stored_logit_error,
     text_table,
-    without_constant,
 )
 
 __all__ = [
@@ -42,5 +41,4 @@ __all__ = [
     "spike_score",
     "stored_logit_error",
     "text_table",
-    "without_constant",
 ]

@@ -181,53 +181,59 @@ def spike_score(
     return spikes / len(losses)
 
 
-def without_constant(logits: np.ndarray, spreads: np.ndarray) -> np.ndarray:
-    """Returns the logits that a verdict judges: each largest logit, or its spread if a constant makes up most of it.
-
-    A constant on all logits of a row (such as a bias of the keys) changes no attention weight. The spread is the
-    largest distance of a row's maximum from the row's mean; where it is less than half of the largest logit, it counts.
-
-    Args:
-        logits: the largest signed logits, in nats.
-        spreads: the spreads of the same heads, in nats; NaN where they were not measured.
-
-    >>> without_constant(np.array([1200.0, 80.0, 5.0]), np.array([3.0, 90.0, np.nan])).tolist()
-    [3.0, 80.0, 5.0]
-    """
-    with np.errstate(invalid="ignore"):
-        return np.where(spreads < logits / 2, spreads, logits)
-
-
-def entering_logits(
+def judged_logits(
     logits: np.ndarray,
     capped: np.ndarray | None = None,
     spreads: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Returns the largest logits that enter the softmax, by which heads are judged.
+    """Returns the numbers by which heads are judged: their spreads, or the largest logits that enter the softmax where no
+    spread was measured, as in runs of older versions.
+
+    The spread is how far a row's largest logit lies over the row's mean. A constant on all logits of a row, which
+    changes no weight, does not change it.
 
     Args:
         logits: the largest signed logits before a cap, in nats.
         capped: those after the cap, equal to `logits` if there is none; NaN or None where they were not measured.
-        spreads: see `without_constant`, which applies where there is no cap.
+        spreads: the spreads of the same heads, in nats; NaN or None where they were not measured.
 
-    >>> entering_logits(np.array([1936.0, 120.0]), np.array([20.0, 120.0])).tolist()
-    [20.0, 120.0]
+    >>> judged_logits(np.array([1936.0, 120.0]), np.array([20.0, 120.0]), np.array([np.nan, 3.0])).tolist()
+    [20.0, 3.0]
     """
-    judged = logits if spreads is None else without_constant(logits, spreads)
-    if capped is None:
-        return judged
-    is_capped = np.isfinite(capped) & (capped != logits) & ~np.isnan(logits)
-    return np.where(is_capped, capped, judged)
+    entering = logits
+    if capped is not None:
+        entering = np.where(np.isfinite(capped), capped, logits)
+    return (
+        entering if spreads is None else np.where(np.isnan(spreads), entering, spreads)
+    )
 
 
-def before_cap(logit: float, capped: float) -> str:
-    """Returns words on the logit of a head before its cap, or "" if it has none.
+def is_shifted(logits: np.ndarray, spreads: np.ndarray) -> np.ndarray:
+    """Returns where a constant decides on the largest logit of a head, so that a clip or a cap by its size would act on
+    the constant: it would flatten the head or do nothing. NaN where something was not measured is no such case.
 
-    >>> before_cap(1936.0, 20.0)
-    ', after a cap; 1,936 before it'
+    Args:
+        logits: the largest logits that enter the softmax, in nats.
+        spreads: the spreads of the same heads, in nats.
+
+    >>> is_shifted(np.array([1200.0, 130.0, -800.0]), np.array([150.0, 150.0, 150.0])).tolist()
+    [True, False, True]
+    """
+    return (logits > 2 * spreads) | (logits < spreads / 4)
+
+
+def judged_as(judged: float, logit: float, capped: float) -> str:
+    """Returns words on what a judged number is: over its row's mean, after a cap; "" if it is the largest logit itself.
+
+    >>> judged_as(35.0, 1936.0, 20.0)
+    ", over its row's mean, after a cap; 1,936 before it"
     """
     is_capped = math.isfinite(capped) and capped != logit and not math.isnan(logit)
-    return f", after a cap; {_number(logit)} before it" if is_capped else ""
+    entering = capped if is_capped else logit
+    words = "" if judged == entering or math.isnan(judged) else ", over its row's mean"
+    if is_capped:
+        words += f", after a cap; {_number(logit)} before it"
+    return words
 
 
 # Verdicts on the health of attention, each a sentence with its number and threshold.
@@ -253,9 +259,10 @@ class Status(StrEnum):
 class Health:
     """A verdict, the sentence that explains it, and a table with one row per layer.
 
-    `status` is the verdict as a word. `largest` is the largest attention logit (nats) that was measured, or that the
-    weights allow, NaN if neither is known; `threshold` is the logit above which attention counts as not healthy.
-    `columns` and `rows` contain the table.
+    `status` is the verdict as a word. `largest` is the largest distance (nats) of a measured attention logit from its
+    row's mean, or the largest logit where that was not recorded, or the largest that the weights allow; NaN if none is
+    known. `threshold` is the number above which attention counts as not healthy. `columns` and `rows` contain the
+    table.
 
     >>> print(Health(status=Status.HEALTHY, sentence="healthy: largest logit 7"))
     healthy: largest logit 7
@@ -312,8 +319,8 @@ def judged(
     The terminal, the page and `qkeel check` all show this sentence.
 
     Args:
-        largest: the largest attention logit, in nats.
-        where: the layer and head of that logit.
+        largest: the largest attention logit, in nats, less the mean of its row where that was measured.
+        where: the layer and head of that logit, and whether the mean was taken off.
         entropy: the lowest mean attention entropy of any layer, in nats.
         lowest: the name of that layer.
         broken: the layers with NaN or infinite logits.

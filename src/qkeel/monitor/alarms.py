@@ -18,6 +18,7 @@ from qkeel.monitor.history import History, LogitLimit, Recording
 from qkeel.monitor.rules import (
     DEFAULT,
     HOLD,
+    LOWER_RATE,
     Alarm,
     NonFinite,
     Rule,
@@ -255,7 +256,6 @@ def rules_for(setting: Setting) -> tuple[Rule, ...]:
 # The line of code that an alarm recommends for a model: which remedies its attention, weights and norms allow.
 
 LOOK_AT_SPEC = "print(qkeel.find_sites(model)[0].spec.explain())  # qkeel's own attention does what its spec says"
-LOWER_RATE = 'for group in optimizer.param_groups: group["lr"] *= 0.1'
 
 
 def fitted(

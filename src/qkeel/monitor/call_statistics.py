@@ -15,13 +15,14 @@ from qkeel.functional.statistics import KernelRows, LogitStats, row_moments, sin
 from qkeel.kernels.statistics import (
     CallRows,
     call_rows,
-    extreme_stats,
     plain_max_stats,
     plain_rows,
+    stats_of_tops,
 )
 from qkeel.monitor.alarms import Setting
 from qkeel.monitor.numbers import Number, PassNumbers, Reduction
 from qkeel.monitor.token_classes import PassTokens
+from qkeel.patching.modes import beside_function_modes
 from qkeel.sites.site import AttentionSite, Kind
 from qkeel.spec import AttentionCall, Sink
 
@@ -92,13 +93,11 @@ class CallStatistics:
     def of_rows(self, call: AttentionCall, rows: KernelRows) -> LogitStats:
         """The largest logits, from the attention pass itself, whose kernel returns them for each row."""
         self.setting.see(call)
-        mask = self.tokens.on(call).query_mask
-        tops = (
-            rows.largest
-            if mask is None
-            else rows.largest.masked_fill(~mask[:, None], -torch.inf)
-        )
-        return extreme_stats(tops)
+        # Each operator would be seen by the mode that reads calls.
+        with beside_function_modes():
+            counted = self.tokens.on(call)
+            assert isinstance(counted, AttentionCall)
+            return stats_of_tops(counted, rows.largest)
 
 
 _NAMES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {

@@ -46,12 +46,7 @@ class FirstLook:
         """Begins a pass with these arguments."""
         self._layers = {}
         if not self.over:
-            self.guard(self._read_arguments, args, kwargs)
-
-    def _read_arguments(
-        self, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> None:
-        self._tokens = PackedTokens.of(self._model, args, kwargs)
+            self._tokens = self.guard(PackedTokens.of, self._model, args, kwargs)
 
     def call(self, site: str, call: Seen) -> None:
         """Reads the first call of a site."""

@@ -106,7 +106,13 @@ class PassNumbers:
         # A site that is called again in one pass has a row in each round.
         for rows in itertools.zip_longest(*by_site.values()):
             like = next(filter(None, rows))[0]
-            values = torch.stack([(row or (like,))[0].to(like.device) for row in rows])
+            parts = []
+            for row in rows:
+                part = row[0] if row else like
+                # A call that copies nothing costs the host as much as a small operator.
+                is_here = part.device == like.device
+                parts.append(part if is_here else part.to(like.device))
+            values = torch.stack(parts)
             if is_flag:
                 values = (~values.isfinite()).float()
                 if None in rows:

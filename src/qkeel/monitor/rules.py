@@ -15,7 +15,7 @@ from typing import final
 import numpy as np
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
-from qkeel.metrics.run_scalars import entering_logits
+from qkeel.metrics.run_scalars import is_shifted, judged_logits
 from qkeel.monitor import thresholds
 from qkeel.monitor.finite_stages import (
     LOGITS,
@@ -46,6 +46,9 @@ SEE_A_KEY = (
     "mask = mask | ~mask.any(-1, keepdim=True)  # True where a key is seen: a row that sees none then sees all, which "
     "is finite"
 )
+LOWER_RATE = 'for group in optimizer.param_groups: group["lr"] *= 0.1'
+# What alarms judge, in words.
+WORDS = {"logit_spread": "logit spread", "max_logit": "max logit"}
 # What most alarms are about.
 GROWTH = "attention logits have grown too large"
 
@@ -148,8 +151,12 @@ class Rule(abc.ABC):
         """Returns the alarm for the last record."""
         layer, head = (None, None) if at is None else history.where(at)
         limit = history.limits.get(layer or "")
-        if limit is not None and at is not None and at.name == "max_logit":
-            meaning += f", with {limit.remedy} active"
+        remedy = self.remedy
+        if at is not None and at.name in WORDS:
+            if limit is not None:
+                meaning += f", with {limit.remedy} active"
+            if at.head is not None and shifted_heads(history)[at.layer, at.head]:
+                remedy = _beside_a_constant(remedy)
         return Alarm(
             rule=self.name,
             severity=self.severity,
@@ -157,7 +164,7 @@ class Rule(abc.ABC):
             value=value,
             meaning=meaning,
             trend=trend,
-            remedy=FIND_NON_FINITE if math.isinf(value) else self.remedy,
+            remedy=FIND_NON_FINITE if math.isinf(value) else remedy,
             source=self.source,
             layer=layer,
             head=head,
@@ -267,6 +274,10 @@ class Extreme:
     value: float
     logits: np.ndarray
 
+    def __str__(self) -> str:
+        """What is judged, and its value, as "logit spread 120"."""
+        return f"{WORDS[self.at.name]} {self.value:,.4g}"
+
     @property
     def series(self) -> np.ndarray:
         """[n], the logits of this head."""
@@ -281,8 +292,9 @@ class Extreme:
 
 # A History never changes, and most rules need the same entry.
 @functools.lru_cache(maxsize=4)
-def judged_logits(history: History) -> np.ndarray | None:
-    """Returns [n layers heads], the logits that enter the softmax; see `metrics.entering_logits`."""
+def judged_series(history: History) -> np.ndarray | None:
+    """Returns [n layers heads], the spreads of the logits, or the largest ones where no spread was recorded; see
+    `judged_logits`."""
     names = ("max_logit", "capped_max_logit", "logit_spread")
     logits, capped, spreads = map(history.series, names)
     if logits is None or not len(logits):
@@ -290,13 +302,35 @@ def judged_logits(history: History) -> np.ndarray | None:
     same = [
         x if x is None or x.shape == logits.shape else None for x in (capped, spreads)
     ]
-    return entering_logits(logits, *same)
+    return judged_logits(logits, *same)
+
+
+def shifted_heads(history: History) -> np.ndarray:
+    """Returns [layers heads], whose largest logit in the last record is decided by a constant; see `is_shifted`."""
+    spreads = judged_series(history)
+    logits, capped = map(history.series, ("max_logit", "capped_max_logit"))
+    assert spreads is not None
+    assert logits is not None
+    if np.isnan(measured(history, "logit_spread")[-1]).all():
+        return np.zeros(spreads.shape[1:], dtype=bool)
+    return is_shifted(judged_logits(logits, capped)[-1], spreads[-1])
+
+
+def _beside_a_constant(remedy: str) -> str:
+    """The line for a head whose largest logit is decided by a constant: lower rates of its weights in place of a clip,
+    or of the optimizer where its steps are not scaled."""
+    spec = re.search(r'"[^"]*(?:qk_clip|softcap)[^"]*"', remedy)
+    if spec is None:
+        return remedy
+    is_scaled = "matched" in spec.group() or "lalr" in spec.group()
+    line = remedy.replace(spec.group(), '"lalr:tau=0.1"') if is_scaled else LOWER_RATE
+    return f"{line}  # a clip or cap would act on the constant that makes up its largest logit"
 
 
 def largest_logit(
     history: History, *, threshold: float = 0.0, factor: float = 0.0
 ) -> Extreme | None:
-    """The head with the largest logit in the last record, where NaN counts as not measured.
+    """The head whose logits spread most in the last record, where NaN counts as not measured.
 
     threshold, factor: heads that cannot reach this logit, or this multiple of theirs, are left out, because an active
     clip or cap holds them below. A clip acts after a step, so a logit may be over its bound; at more than LOOSE times
@@ -310,7 +344,7 @@ def largest_logit(
 
 @functools.lru_cache(maxsize=4)
 def _largest_logit(history: History, threshold: float, factor: float) -> Extreme | None:
-    logits = judged_logits(history)
+    logits = judged_series(history)
     if logits is None:
         return None
     if history.limits:
@@ -324,7 +358,9 @@ def _largest_logit(history: History, threshold: float, factor: float) -> Extreme
         logits = np.where(held, np.nan, logits)
     if np.isnan(logits[-1]).all():
         return None
-    at = peak("max_logit", logits[-1])
+    at = peak("logit_spread", logits[-1])
+    if np.isnan(measured(history, "logit_spread")[-1]).all():
+        at = dataclasses.replace(at, name="max_logit")
     return Extreme(at=at, value=float(at.of(logits)[-1]), logits=logits)
 
 
@@ -397,7 +433,7 @@ class Ceiling(ThresholdRule):
         top = largest_logit(history)
         if top is None or not top.value > threshold:
             return None
-        meaning = f"max logit {top.value:,.4g} is over {threshold:,g}"
+        meaning = f"{top} is over {threshold:,g}"
         free = largest_logit(history, factor=LOOSE)
         grows = free is not None and free.at == top.at
         course = trend(history, top.series, grows=grows)
@@ -442,7 +478,9 @@ class Growth(Rule):
             return None
         if self._growth(history.upto(len(history) - 1))[1] is None:
             return None
-        meaning = f"max logit {top.value:,.4g} will be {self.factor:g} times as large by step {passing.step:,.0f}"
+        meaning = (
+            f"{top} will be {self.factor:g} times as large by step {passing.step:,.0f}"
+        )
         course = trend(history, top.envelope, _MODEL)
         return self.alarm(history, meaning, top.value, at=top.at, trend=course)
 
@@ -481,7 +519,7 @@ class Approach(ThresholdRule):
         passing = _passes_soon(history, threshold, self.floor, self.horizon)
         if top is None or passing is None:
             return None
-        meaning = f"max logit {top.value:,.4g} {passing}"
+        meaning = f"{top} {passing}"
         course = trend(history, top.envelope, _MODEL)
         return self.alarm(history, meaning, top.value, at=top.at, trend=course)
 
@@ -546,7 +584,7 @@ class Outlook(ThresholdRule):
         ):
             return None
         meaning = (
-            f"max logit {latest:,.4g}: if it keeps growing with the planned learning rates, "
+            f"{top}: if it keeps growing with the planned learning rates, "
             f"it will end over {threshold:,g}"
         )
         course = trend(history, envelope, _MODEL)

@@ -7,7 +7,7 @@ import math
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, final
 
 import numpy as np
@@ -186,6 +186,8 @@ class Sample:
 
 # A sample as text for people: a line, a table for a terminal, or a table for a notebook. No library is needed.
 
+# Below a table.
+MOST_ALARMS = 5
 _ORDER = {Severity.CRITICAL: 0, Severity.ALARM: 1, Severity.NOTICE: 2}
 
 
@@ -290,12 +292,13 @@ def sample_table(
     step 5, max logit 3
     """
     head, rows = _rows(sample, root)
+    gravest = sorted(alarms, key=lambda alarm: (_ORDER[alarm.severity], alarm.step))
     return "\n".join(
         [
             sample_line(sample, root),
             *([text_table([head, *rows])] if rows else []),
             *filter(None, [monitor_line(sample), note]),
-            *map(str, _gravest(alarms)),
+            *map(str, gravest[:MOST_ALARMS]),
         ]
     )
 
@@ -332,10 +335,6 @@ def _rows(sample: Sample, root: str) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
-def _gravest(alarms: Sequence[Alarm], most: int = 5) -> list[Alarm]:
-    return sorted(alarms, key=lambda alarm: (_ORDER[alarm.severity], alarm.step))[:most]
-
-
 def _number(value: float) -> str:
     """Formats a number with three significant digits, or as an integer with thousands separators.
 
@@ -368,6 +367,9 @@ def about(
     """
     parameters = list(model.parameters())
     models = [*model.children()] if type(model) is nn.ModuleDict else [model]
+    remedies: list[str] = []
+    for module in model.modules():
+        remedies += map(str, vars(module).get(APPLIED, {}).values())
     return {
         "model": " and ".join(dict.fromkeys(type(one).__name__ for one in models)),
         "parameters": sum(p.numel() for p in parameters),
@@ -375,7 +377,7 @@ def about(
         "sites": site_facts(sites),
         "missed": [dataclasses.asdict(one) for one in missed],
         "optimizer": ", ".join(type(x).__name__ for x in optimizers) or None,
-        "remedies": list(dict.fromkeys(_active(model))),
+        "remedies": list(dict.fromkeys(remedies)),
         "cadence": repr(cadence),
         "processes": dist.world(),
         "versions": {
@@ -386,11 +388,6 @@ def about(
         **made_on(),
         "command": shlex.join(sys.argv),
     }
-
-
-def _active(model: nn.Module) -> Iterator[str]:
-    for module in model.modules():
-        yield from map(str, vars(module).get(APPLIED, {}).values())
 
 
 def site_facts(sites: Sequence[AttentionSite]) -> list[dict[str, object]]:

@@ -33,7 +33,7 @@ CLASS_DIMENSIONS = {
 # The weight of a number stands in a vector under its name before this.
 WEIGHT = ":weight"
 # They may be known of a head of which nothing was counted.
-EXTREMES = ("max_logit", "min_logit", "capped_max_logit")
+EXTREMES = ("max_logit", "min_logit", "capped_max_logit", "logit_spread")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -278,12 +278,6 @@ def on_host(stats: Stats) -> dict[str, LogitStats]:
 # The record of a step: arrays [layers heads] that are read from the vector.
 
 
-def _smaller_over_eps(
-    query: np.ndarray, key: np.ndarray, eps: np.ndarray
-) -> np.ndarray:
-    return np.minimum(query, key) / eps
-
-
 def _spread(mean: np.ndarray, square: np.ndarray) -> np.ndarray:
     """Returns the population standard deviation from a mean and a mean square."""
     return np.sqrt(np.maximum(square - mean * mean, 0.0))
@@ -291,7 +285,10 @@ def _spread(mean: np.ndarray, square: np.ndarray) -> np.ndarray:
 
 # Numbers that are computed from merged ones: from which, and how. Those that are no recorded field serve only for this.
 COMPUTED: Mapping[str, tuple[tuple[str, ...], Callable[..., np.ndarray]]] = {
-    "grad_over_eps": (("query_grad_rms", "key_grad_rms", "eps"), _smaller_over_eps),
+    "grad_over_eps": (
+        ("query_grad_rms", "key_grad_rms", "eps"),
+        lambda query, key, eps: np.minimum(query, key) / eps,
+    ),
     "lse_std": (("lse_mean", "lse_square"), _spread),
     "gate_std": (("gate_mean", "gate_square"), _spread),
     "gain_bound": (("query_bound", "key_bound"), np.multiply),
@@ -423,7 +420,7 @@ class RecordArrays:
         # Only maxima may be known of a head, of which nothing was counted.
         is_known = is_counted | ((n_queries == 0) & (top != -np.inf))
         arrays[NON_FINITE] = np.where(is_known, 1.0 - is_finite, np.nan)
-        for name in ("max_logit", "capped_max_logit"):
+        for name in ("max_logit", "capped_max_logit", "logit_spread"):
             is_unknown = ~is_counted & (arrays[name] == -np.inf)
             arrays[name] = np.where(is_unknown, np.nan, arrays[name])
         # Queries and keys may be unknown where scores are written by hand.

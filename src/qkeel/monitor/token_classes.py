@@ -71,51 +71,35 @@ def _shape_or_type(x: object) -> str:
     return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class QueryMaskSource:
-    """The source of the mask [b t] of a pass, which is true (or not 0) where a query row counts; padded rows are left
-    out of the statistics.
+def query_mask_of(
+    source: MaskSource,
+    forward: Sequence[str],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+) -> Tensor | None:
+    """Returns the mask [b t] of a pass with these arguments, which is true where a query row counts, or None if the pass
+    has no mask; padded rows are left out of the statistics.
 
-    given: the name of an argument of the model's forward ("attention_mask"), a function of the forward's arguments, or
-    the tensor itself. It applies to calls with b sequences of t queries. In all other calls, every query counts, for
-    example in the decoder of an encoder–decoder model if the mask is the encoder's. If it applies to no call at all,
-    `PassTokens` warns.
+    source: the name of an argument of the model's forward ("attention_mask"), a function of the forward's arguments, or
+    the tensor itself, true or not 0 where a row counts. It applies to calls with b sequences of t queries. In all other
+    calls, every query counts, for example in the decoder of an encoder–decoder model if the mask is the encoder's. If
+    it applies to no call at all, `PassTokens` warns. forward: the names of the forward's positional arguments.
+
+    Raises: InvalidValueError if the mask is not a tensor [b t], or has negative floating-point values.
     """
-
-    given: MaskSource
-    # The names of the forward's positional arguments.
-    forward: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.given, (str, Tensor)) and not callable(self.given):
-            raise InvalidTypeError(
-                "expected query_mask as the name of a keyword argument, a function of the forward's arguments, or a "
-                f"tensor [b t], got {type(self.given).__name__}"
-            )
-        if isinstance(self.given, Tensor):
-            self.of((), {})
-
-    def of(
-        self, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> Tensor | None:
-        """Returns the mask of a pass with these arguments, or None if the pass has no mask.
-
-        Raises: InvalidValueError if the mask is not a tensor [b t], or has negative floating-point values.
-        """
-        mask = from_pass(self.given, self.forward, args, kwargs)
-        if mask is None:
-            return None
-        if not isinstance(mask, Tensor) or mask.ndim != 2:
-            raise InvalidValueError(
-                f"expected a query mask of shape [batch queries], got {_shape_or_type(mask)}"
-            )
-        if mask.is_floating_point() and bool((mask < 0).any()):
-            raise InvalidValueError(
-                "expected a query mask that is true (or not 0) where a query row counts, got floating-point numbers "
-                "below 0, as in a mask that is added to scores; pass mask >= 0 instead"
-            )
-        return mask if mask.dtype == torch.bool else mask != 0
+    mask = from_pass(source, forward, args, kwargs)
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        raise InvalidValueError(
+            f"expected a query mask of shape [batch queries], got {_shape_or_type(mask)}"
+        )
+    if mask.is_floating_point() and bool((mask < 0).any()):
+        raise InvalidValueError(
+            "expected a query mask that is true (or not 0) where a query row counts, got floating-point numbers "
+            "below 0, as in a mask that is added to scores; pass mask >= 0 instead"
+        )
+    return mask if mask.dtype == torch.bool else mask != 0
 
 
 @final
@@ -315,10 +299,17 @@ class PassTokens:
         Raises: InvalidTypeError or InvalidValueError for an invalid source, or one that names an argument that the
             forward does not have.
         """
-        self._query_mask: QueryMaskSource | None = None
+        is_source = isinstance(query_mask, (str, Tensor)) or callable(query_mask)
+        if query_mask is not None and not is_source:
+            raise InvalidTypeError(
+                "expected query_mask as the name of a keyword argument, a function of the forward's arguments, or a "
+                f"tensor [b t], got {type(query_mask).__name__}"
+            )
+        self._query_mask, self._forward = query_mask, tuple[str, ...]()
         if query_mask is not None:
-            forward = positional(model, "query_mask", query_mask)
-            self._query_mask = QueryMaskSource(query_mask, forward)
+            self._forward = positional(model, "query_mask", query_mask)
+        if isinstance(query_mask, Tensor):
+            query_mask_of(query_mask, (), (), {})
         self._classes = None if classes is None else Classes.on(model, classes)
         self._names = () if self._classes is None else self._classes.names
         self._mask: Tensor | None = None
@@ -332,7 +323,7 @@ class PassTokens:
     def begin(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Begins a pass with these arguments."""
         if self._query_mask is not None:
-            self._mask = self._query_mask.of(args, kwargs)
+            self._mask = query_mask_of(self._query_mask, self._forward, args, kwargs)
         self.all_count = self._mask is None
         if self._classes is None:
             return

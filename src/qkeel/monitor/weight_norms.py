@@ -208,7 +208,7 @@ class _AlikeSites:
         numbers: dict[str, Tensor | Number] = {}
         rows: dict[HeadSlice, Tensor] = {}
         for first, weights in self._weights.items():
-            rows[first] = self._rows_of(first, [*map(Tensor.detach, weights)])
+            rows[first] = self._rows_of(first, weights)
         n_gradients = 0
         for side, lasts in self._lasts.items():
             if self._has_norms:

@@ -263,13 +263,17 @@ class HeadRecorder:
         name: str = "heads",
     ) -> None:
         self.path = directory / f"{name}.f32"
-        self._fields, self._shape = fields, (n_layers, n_heads)
+        self._shape = n_layers, n_heads
         about: JSONObject = {"fields": list(fields), "n_layers": n_layers}
         about |= {"n_heads": n_heads, "dtype": "<f4", "leading": "step"}
         about["layers"] = list(layers)
         description = directory / f"{name}.json"
-        if not description.exists():
+        if description.exists():
+            # A run goes on with the fields with which it began, also if it was begun by an older version.
+            fields = tuple(read_object(description, "fields")["fields"])
+        else:
             write_json(description, about)
+        self._fields = fields
 
     def append(self, step: int, heads: Mapping[str, np.ndarray]) -> None:
         """Appends one record: field -> [n_layers heads] with at most n_heads; what is missing is NaN. Other fields are

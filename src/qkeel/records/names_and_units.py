@@ -175,10 +175,9 @@ HEAD_FIELDS: dict[str, HeadField] = {
     ),
     "logit_spread": HeadField(
         "nats",
-        "largest minus mean logit of a query row before the cap, of the row where it is largest; a constant on all "
-        "logits of a row, which softmax does not see, leaves it as it is",
+        "largest minus mean logit of a query row as they enter the softmax, of the row where it is largest, after the "
+        "cap and without biases; what alarms, check, the page and the autopilot judge, as no constant changes it",
         "max",
-        count="n_free",
     ),
     "capped_max_logit": HeadField(
         "nats",

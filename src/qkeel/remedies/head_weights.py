@@ -49,8 +49,7 @@ class HeadWeights:
     frozen.
 
     Args:
-        target: the model and its sites.
-        optimizers: the optimizers that take the steps.
+        target: the model, its sites and its optimizers.
         remedy: the remedy's name, for errors.
         extras: further slices, such as biases, which the optimizers need not hold.
 
@@ -61,10 +60,10 @@ class HeadWeights:
     def __init__(
         self,
         target: Target,
-        optimizers: Sequence[Optimizer],
         remedy: str,
         extras: Iterable[HeadSlice] = (),
     ) -> None:
+        self.all_optimizers = optimizers = target.need_optimizers(remedy)
         self.slices: list[HeadSlice] = []
         self.parameters: list[nn.Parameter] = []
         self._entries: dict[int, int] = {}

@@ -88,8 +88,7 @@ class LALR(StepRemedy):
         return StepRemedy.holds(self, site)
 
     def apply(self, target: Target) -> Handle:
-        optimizers = target.need_optimizers(self.name)
-        weights = HeadWeights(target, optimizers, self.name)
+        weights = HeadWeights(target, self.name)
         norms = HeadNorms(
             weights.slices,
             [
@@ -113,7 +112,7 @@ class LALR(StepRemedy):
         kind = "" if self.norm == "frobenius" else f":{self.norm}"
         names = [f"{slice_name(s)}{kind}" for s in weights.slices]
         saved = SavedState(
-            optimizers,
+            weights.all_optimizers,
             self.name,
             dict(zip(names, start.split(weights.counts))),
             lambda: rates.start_from(start),

@@ -53,7 +53,7 @@ def scale_steps(
         >>> model = Attention(8, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         >>> target = Target(model=model, optimizer=optimizer, sites=find_sites(model))
-        >>> weights = HeadWeights(target, [optimizer], "slower")
+        >>> weights = HeadWeights(target, "slower")
         >>> handle = scale_steps(weights, lambda: weights.row(0.1), remedy="slower")
         >>> before = model.q_proj.weight.clone()
         >>> model.q_proj.weight.grad = torch.ones(8, 8)
@@ -66,65 +66,45 @@ def scale_steps(
     weights.check_steps(
         remedy, is_scaled=not freezes, needs_decoupled_decay=keeps_decay
     )
-    return compose(
-        [
-            _scale_steps_of(
-                optimizer,
-                weights,
-                factors,
-                remedy=remedy,
-                keeps_decay=keeps_decay,
-                freezes=freezes,
-            )
-            for optimizer in weights.optimizers
-        ]
-    )
 
+    def scale_steps_of(optimizer: Optimizer) -> Handle:
+        rows = rows_of(weights, optimizer)
+        copies: list[Tensor] = []
+        # The factors of the current step, if one runs.
+        row: list[Tensor] = []
 
-def _scale_steps_of(
-    optimizer: Optimizer,
-    weights: HeadWeights,
-    factors: Callable[[], Tensor],
-    *,
-    remedy: str,
-    keeps_decay: bool,
-    freezes: bool,
-) -> Handle:
-    rows = rows_of(weights, optimizer)
-    copies: list[Tensor] = []
-    # The factors of the current step, if one runs.
-    row: list[Tensor] = []
+        @torch.no_grad()
+        def before(_: Optimizer) -> None:
+            if not freezes:
+                # Again, since a model may have been cast after apply.
+                weights.check_precision(remedy, SCALES)
+            row[:] = [with_one(factors())]
+            copies[:] = rows.copies()
+            if keeps_decay:
+                remaining = decayed(
+                    optimizer, weights, lambda g: g.get("weight_decay", 0.0)
+                )
+                multiply_all(copies, rows.factors(remaining, copies))
 
-    @torch.no_grad()
-    def before(_: Optimizer) -> None:
-        if not freezes:
-            # Again, since a model may have been cast after apply.
-            weights.check_precision(remedy, SCALES)
-        row[:] = [with_one(factors())]
-        copies[:] = rows.copies()
-        if keeps_decay:
-            remaining = decayed(
-                optimizer, weights, lambda g: g.get("weight_decay", 0.0)
-            )
-            multiply_all(copies, rows.factors(remaining, copies))
+        @torch.no_grad()
+        def after(*_: object) -> None:
+            # If a subclass's step calls its parent's, both run the hooks, but only the inner step is scaled.
+            if row:
+                (rows.restore if freezes else rows.interpolate)(copies, row[0])
+            clear()
 
-    @torch.no_grad()
-    def after(*_: object) -> None:
-        # If a subclass's step calls its parent's, both run the hooks, but only the inner step is scaled.
-        if row:
-            (rows.restore if freezes else rows.interpolate)(copies, row[0])
-        clear()
+        def clear() -> None:
+            row.clear()
+            copies.clear()
 
-    def clear() -> None:
-        row.clear()
-        copies.clear()
+        # Gradients exist and weights are old at this time, also in `step(closure)`.
+        first = optimizer.register_step_pre_hook(in_real_steps(before_change(before)))
+        last = optimizer.register_step_post_hook(in_real_steps(after))
+        # Averages and clips that other hooks make see the scaled weights.
+        go_first(last)
+        return compose(map(Handle, (clear, last.remove, first.remove)))
 
-    # Gradients exist and weights are old at this time, also in `step(closure)`.
-    first = optimizer.register_step_pre_hook(in_real_steps(before_change(before)))
-    last = optimizer.register_step_post_hook(in_real_steps(after))
-    # Averages and clips that other hooks make see the scaled weights.
-    go_first(last)
-    return compose(map(Handle, (clear, last.remove, first.remove)))
+    return compose(map(scale_steps_of, weights.optimizers))
 
 
 def decay_before_steps(

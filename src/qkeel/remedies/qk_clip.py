@@ -40,6 +40,9 @@ from qkeel.remedies.step_remedy import UNDOES_MATCHED_STEPS, StepRemedy, sites_o
 from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.tap import Tap
 
+# Times what a head's largest logit would be after successive clips: training does not grow it so much between them, so
+# something is in it that they do not scale.
+REGROWN = 1e3
 _OFF = "qk_clip failed while reading logits and has stopped clipping: {}. Training continues without it"
 
 
@@ -135,8 +138,7 @@ class QKClip(StepRemedy):
         )
 
     def apply(self, target: Target) -> Handle:
-        optimizers = target.need_optimizers(self.name)
-        clip = _Clip(self, target, optimizers)
+        clip = _Clip(self, target)
         handles = [Handle(clip.remove), clip.matched]
         for optimizer in clip.rows:
             # The hook that clips is registered last: `scale_steps` comes before it in any case.
@@ -148,12 +150,8 @@ class QKClip(StepRemedy):
                     target.model, clip.before_pass, lambda *_: None, guard=unguarded
                 )
             )
-
-        def undo() -> None:
-            for handle in reversed(handles):
-                handle.remove()
-
-        return Handle(undo, state=clip.matched.state, load=clip.matched.load)
+        matched = clip.matched
+        return Handle(compose(handles).remove, state=matched.state, load=matched.load)
 
 
 @final
@@ -162,12 +160,7 @@ class _Clip:
 
     The factors form one row: γ for the query heads of all sites, then the square roots of these, then a 1."""
 
-    def __init__(
-        self,
-        remedy: QKClip,
-        target: Target,
-        optimizers: Sequence[Optimizer],
-    ) -> None:
+    def __init__(self, remedy: QKClip, target: Target) -> None:
         self.remedy, self.sites = remedy, target.sites
         factors = factors_by_site(target, by_group=remedy.groups == "group")
         n_heads = sum(site.n_heads for site in target.sites)
@@ -188,7 +181,7 @@ class _Clip:
                 indices = factor.heads + first + (n_heads if factor.root else 0)
                 clipped += [(s, indices) for s in (weight, weight.bias_of()) if s]
             first += site.n_heads
-        weights = HeadWeights(target, optimizers, remedy.name, [s for s, _ in clipped])
+        weights = HeadWeights(target, remedy.name, [s for s, _ in clipped])
         weights.check_steps(remedy.name)
         # The weights of each site that may be frozen later, and are then not scaled.
         self._trained = [
@@ -210,10 +203,11 @@ class _Clip:
         self._products: Tensor | None = None
         if remedy.steps == "matched":
             self._products = weights.row(1.0)
-            self.matched = _matched_steps(remedy, weights, optimizers, self._products)
+            self.matched = _matched_steps(remedy, weights, self._products)
         #: The factors of optimizers that have not stepped since these were computed.
         self._waiting: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
-        self._first = weakref.ref(optimizers[0])
+        optimizer = weights.all_optimizers[0]
+        self._first = weakref.ref(optimizer)
         #: Whether maxima have come since the last step of the first optimizer.
         self._has_maxima = False
         named = dict(remedy.heads or ())
@@ -246,14 +240,17 @@ class _Clip:
         # Maxima from a step that a GradScaler skipped; -inf from other steps.
         self.kept: Tensor | None = None
         self._copies: dict[int, tuple[str, ...]] = {}
-        # Attention of any other module was put in later, or wrapped: it has another name then.
-        self._known = {name for name, _ in target.model.named_modules()}
+        # The same list while no module is put in, wrapped or moved.
+        self._modules = self.tap.tree.named()
         self._earlier_names: dict[str, str] = {}
         self._has_warned = self._has_warned_of_frozen = False
+        #: Of each head that every step clips: the product of the factors so far, and its largest logit before them.
+        self._run_of_clips: tuple[Tensor, Tensor] | None = None
+        self._n_clips, self._has_warned_of_constant = 0, False
         # Nothing uses what the tap reads once the optimizer is gone. A tap refers to its model, which may refer to the
         # optimizer, so a strong reference here would keep all of them for good.
         # Of several optimizers, the first is the one that holds weights.
-        self._gone = weakref.finalize(optimizers[0], _stop, weakref.ref(self.tap))
+        self._gone = weakref.finalize(optimizer, _stop, weakref.ref(self.tap))
         self._gone.atexit = False
 
     def _find_rows(
@@ -326,18 +323,25 @@ class _Clip:
         if not is_usual or any(map(self._is_over, largest)):
             maxima = {name: measured[x].max_logit for x, name in names.items()}
             self._set_factors(self.shared.over_all(maxima), infinite)
+        else:
+            self._run_of_clips = None
         self._scale(optimizer)
 
     def _names_at_apply(self, measured: Iterable[str]) -> dict[str, str]:
         """Returns, by the names of the sites that were measured, those that they had when the clip was applied."""
-        new = {name.partition("#")[0] for name in measured} - self._known
-        if new:
-            self._known |= new
-            names = {id(m): name for name, m in self.tap.model.named_modules()}
+        modules = self.tap.tree.named()
+        if modules is not self._modules:
+            self._modules = modules
+            names = {id(module): name for name, module in modules}
+            earlier = {x.name.partition("#")[0]: x.module for x in self.sites}
             self._earlier_names = {
-                names[id(site.module)]: site.name.partition("#")[0]
-                for site in self.sites
-                if id(site.module) in names
+                # What now has the name of a layer that was moved is none of the clip's.
+                **dict.fromkeys(earlier, ""),
+                **{
+                    names[id(module)]: name
+                    for name, module in earlier.items()
+                    if id(module) in names
+                },
             }
         if not self._earlier_names:
             return {name: name for name in measured}
@@ -376,6 +380,8 @@ class _Clip:
         gamma = qk_clip_gamma(
             row.masked_fill(row.isinf(), -torch.inf), self.remedy.threshold
         )
+        if not self._has_warned_of_constant:
+            self._tell_of_constant(row, gamma)
         factors = with_one(torch.cat([gamma, gamma.sqrt()]))
         for optimizer in self.rows:
             earlier = self._waiting.get(optimizer)
@@ -383,6 +389,32 @@ class _Clip:
             self._waiting[optimizer] = (
                 factors if earlier is None else earlier.to(factors) * factors
             )
+
+    def _tell_of_constant(self, row: Tensor, gamma: Tensor) -> None:
+        """Says once which head stays over the threshold although every step clips it: what its weights do not make, such
+        as a constant that is joined to q and k, does not shrink with them."""
+        asked, before = self._run_of_clips or (torch.ones_like(row), row)
+        stays = (gamma < 1) & (row > REGROWN * before * asked)
+        self._n_clips += 1
+        # The host would wait for a device, so it asks seldom.
+        is_read = _readable(row) or self._n_clips % 64 == 0
+        if is_read and bool(stays.any()):
+            self._has_warned_of_constant = True
+            first = int(stays.nonzero()[0])
+            largest, factor = float(row[first]), float(asked[first])
+            heads = [(site, i) for site in self.sites for i in range(site.n_heads)]
+            site, head = heads[first]
+            caution(
+                f"qk_clip does not bring {where(site)}, head {head}, under {self.remedy.threshold:g}: its largest logit is "
+                f"still {largest:,.4g} after clips by {factor:.1g} in a row, because something is in its logits that the "
+                "clipped weights do not make, such as a constant that is joined to q and k. Each clip shrinks what they "
+                "do make: remove() the handle, and limit its steps with lalr"
+            )
+        is_first = asked == 1
+        self._run_of_clips = (
+            torch.where(gamma < 1, asked * gamma, 1.0),
+            torch.where(is_first, row, before),
+        )
 
     def _scale(self, optimizer: Optimizer) -> None:
         """Multiplies the rows of an optimizer by the factors that wait for its step."""
@@ -435,7 +467,6 @@ class _Clip:
 def _matched_steps(
     remedy: QKClip,
     weights: HeadWeights,
-    optimizers: Sequence[Optimizer],
     products: Tensor,
 ) -> Handle:
     """Multiplies the steps of weights and biases by the products [heads of all weights] of the factors by which they
@@ -453,7 +484,7 @@ def _matched_steps(
         )
         if tensor is not None
     }
-    saved = SavedState(optimizers, remedy.name, values)
+    saved = SavedState(weights.all_optimizers, remedy.name, values)
     return Handle(
         compose([steps, Handle(saved.remove)]).remove,
         state=saved.state,

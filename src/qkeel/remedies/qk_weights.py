@@ -44,8 +44,7 @@ class QKLearningRate(StepRemedy):
     if_computed = "the scale that it is multiplied by would keep its rate"
 
     def apply(self, target: Target) -> Handle:
-        optimizers = target.need_optimizers(self.name)
-        weights = HeadWeights(target, optimizers, self.name)
+        weights = HeadWeights(target, self.name)
         return scale_steps(
             weights,
             lambda: weights.row(self.factor),
@@ -85,10 +84,7 @@ class FrozenQK(StepRemedy):
         return refusal
 
     def apply(self, target: Target) -> Handle:
-        optimizers = target.need_optimizers(self.name)
-        weights = HeadWeights(
-            target, optimizers, self.name, extras=_biases_and_gains(target)
-        )
+        weights = HeadWeights(target, self.name, _biases_and_gains(target))
         return scale_steps(
             weights,
             lambda: weights.row(0.0),
@@ -145,8 +141,7 @@ class QKWeightDecay(StepRemedy):
     rule = "before each step: W_Q ← (1 - {decay} · η) · W_Q, W_K ← (1 - {decay} · η) · W_K, η the optimizer's rate"
 
     def apply(self, target: Target) -> Handle:
-        optimizers = target.need_optimizers(self.name)
-        weights = HeadWeights(target, optimizers, self.name)
+        weights = HeadWeights(target, self.name)
         weights.check_precision(
             self.name, "shrinks weights by a few parts in ten thousand"
         )
@@ -186,8 +181,7 @@ class SpectralCap(StepRemedy):
     if_computed = "capping the stored weight would not cap the weight in use"
 
     def apply(self, target: Target) -> Handle:
-        optimizers = target.need_optimizers(self.name)
-        weights = HeadWeights(target, optimizers, self.name)
+        weights = HeadWeights(target, self.name)
         weights.check_precision(self.name, "makes small changes")
         self._check(target, weights)
         weights.check_steps(self.name)

@@ -216,7 +216,9 @@ def _alarm_cards(run: Watched, of_run: str) -> list[Markup]:
         causes.setdefault(str(alarm.get("cause") or CAUSE), []).append(alarm)
     cards = []
     for cause, alarms in causes.items():
-        gravest = max((str(a.get("severity")) for a in alarms), key=_gravity)
+        severities = [str(a.get("severity")) for a in alarms]
+        # One that this version does not know counts as the gravest.
+        gravest = max(severities, key=lambda x: (*_GRAVITY, x).index(x))
         course = []
         for alarm in alarms:
             layer, head = alarm.get("layer"), alarm.get("head")
@@ -261,11 +263,6 @@ def _alarm_cards(run: Watched, of_run: str) -> list[Markup]:
             )
         )
     return cards
-
-
-def _gravity(severity: str) -> int:
-    # A severity that this version does not know counts as the gravest.
-    return (*_GRAVITY, severity).index(severity)
 
 
 def _actions(run: Watched, of_run: str) -> list[Markup]:

@@ -17,6 +17,7 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknow
 from qkeel.functional.class_statistics import TokenClasses
 from qkeel.functional.norms import unrounded
 from qkeel.spec.attention import AttentionSpec
+from qkeel.spec.rope import NoPosition
 from qkeel.spec.slot import (
     AttentionMask,
     KeyPositions,
@@ -124,6 +125,23 @@ class AttentionCall:
             )
         bias = self.bias(rows, keys)
         return z if bias is None else z + bias.to(z.dtype)
+
+    @property
+    def is_biased(self) -> bool:
+        """True if something besides q·k may be added to the logits."""
+        is_added = self.mask is not None and self.mask.dtype != torch.bool
+        return is_added or self.spec.position.biased
+
+    def unbiased(self, q: Queries, k: Keys, rows: slice, keys: slice) -> Logits:
+        """Like `scores`, without what is added to q·k: masks, and biases of positions."""
+        position = self.spec.position
+        spec = dataclasses.replace(
+            self.spec, position=NoPosition() if position.biased else position
+        )
+        with unrounded(q):
+            return spec.scores(
+                q, k, self.pos_q[:, rows], self.pos_k[:, keys], self.params
+            )
 
     def bias(self, rows: slice, keys: slice) -> Mask | None:
         """The additive mask of a block with 0 in place of -inf, or None if there is no additive mask."""

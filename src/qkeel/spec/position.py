@@ -55,6 +55,7 @@ class ALiBi(Position):
 
     kind = "alibi"
     folds = False
+    biased = True
 
     def scores(
         self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params
@@ -85,6 +86,7 @@ class Kerple(Position):
 
     kind: Literal["log", "power"] = "log"  # type: ignore[assignment]
     folds = False
+    biased = True
 
     def __post_init__(self) -> None:
         check_known("kind of Kerple", self.kind, ("log", "power"))

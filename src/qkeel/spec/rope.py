@@ -302,6 +302,8 @@ class Position(Slot):
     kind: str = "other"
     folds: bool = True
     order: Order = "norm_then_rotate"
+    # True if `scores` adds a function of the positions to q·k.
+    biased: bool = False
 
     @property
     def keeps(self) -> bool:
@@ -510,6 +512,11 @@ class SlidingWindow(Position):
     def folds(self) -> bool:  # type: ignore[override]
         """Whether `inner` folds."""
         return self.inner.folds
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        """Whether `inner` adds to q·k."""
+        return self.inner.biased
 
     @property
     def order(self) -> Order:  # type: ignore[override]

@@ -49,7 +49,8 @@ def test_a_model_is_judged_by_the_largest_logit_that_a_watcher_sees_and_stays_as
     with qkeel.watch(model) as monitor:
         model(batch())
     assert monitor.sample is not None
-    assert found.largest == pytest.approx(monitor.sample.overall("max_logit"), rel=1e-6)
+    spread = float(monitor.sample.heads["logit_spread"].max())
+    assert found.largest == pytest.approx(spread, rel=1e-6)
     assert found.healthy
     assert str(found).startswith(f"healthy: largest logit {found.largest:.3g} (layers.")
     assert str(found).endswith("under 100, where logits begin to count as large")

@@ -13,7 +13,16 @@ from qkeel import attention, preset
 from qkeel.functional.statistics import TENSORS, LogitStats, merge
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.reference import Attended
-from qkeel.spec import AttentionSpec, Fixed, Rope, Sink, Softcap
+from qkeel.spec import (
+    ALiBi,
+    AttentionSpec,
+    Fixed,
+    Kerple,
+    NoPosition,
+    Rope,
+    Sink,
+    Softcap,
+)
 
 from .cases import GEOMETRIES, MASKS, SOME, SPECS, Call, calls, pairs, truth_of, widened
 
@@ -36,6 +45,7 @@ def recomputed(
         truth = dataclasses.replace(
             truth, logits=truth.logits.masked_fill(hidden, -torch.inf)
         )
+    entering = _entering(call).masked_fill(truth.logits == -torch.inf, -torch.inf)
     groups = k.shape[1]
     per_group = q.shape[1] // groups
     found: dict[str, list[Tensor]] = {name: [] for name in FIELDS}
@@ -45,6 +55,7 @@ def recomputed(
             **_head(call, truth, q, h),
             **_relative(truth, h, threshold, sink),
             **_angles(truth, q, k, h),
+            "logit_spread": _spread(entering[:, h]),
         }
         for name, value in fields.items():
             found[name].append(value)
@@ -115,17 +126,35 @@ def _relative(
         "logit_gap": _mean(
             (logits.amax(-1) - logits.masked_fill(~seen, 0.0).sum(-1) / count)[free]
         ),
-        "logit_spread": _spread(logits, seen, free),
         "share_above": _mean((z > threshold).to(z.dtype)),
         "n_free": free.sum(),
     }
 
 
-def _spread(logits: Tensor, seen: Tensor, free: Tensor) -> Tensor:
-    """The largest of all rows' maxima minus their means, [rows keys]; -inf without a row of two keys."""
+def _entering(call: Call) -> Tensor:
+    """The logits after the cap, of a call in which nothing is added to q·k; some pairs may be hidden."""
+    position, mask = call.spec.position, call.mask
+    if isinstance(position.unwindowed, (ALiBi, Kerple)):
+        position = NoPosition()
+    spec = dataclasses.replace(call.spec, position=position)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = None
+    params = {x: p for x, p in call.params.items() if not x.startswith("kerple")}
+    bare = dataclasses.replace(call, spec=spec, mask=mask, params=params)
+    logits = bare.attended().logits
+    hidden = logits == -torch.inf
+    return call.spec.cap.apply(logits.masked_fill(hidden, 0.0)).masked_fill(
+        hidden, -torch.inf
+    )
+
+
+def _spread(logits: Tensor) -> Tensor:
+    """The largest of all rows' maxima minus their means, [b t s]; -inf without a row that sees a key."""
+    seen = logits > -torch.inf
     gaps = [
         row[keys].max() - row[keys].mean()
-        for row, keys in zip(logits[free], seen[free], strict=True)
+        for row, keys in zip(logits.flatten(0, 1), seen.flatten(0, 1), strict=True)
+        if keys.any()
     ]
     return torch.stack(gaps).max() if gaps else logits.new_tensor(-torch.inf)
 
@@ -367,10 +396,10 @@ def test_statistics_at_every_length_are_those_of_the_whole_matrix(
         "logit_gap": (z.amax(-1) - z.masked_fill(~visible, 0.0).sum(-1) / n)[:, free]
         .mean(1)
         .nan_to_num(0.0),
-        "logit_spread": (z.amax(-1) - z.masked_fill(~visible, 0.0).sum(-1) / n)[:, free]
-        .nan_to_num(0.0)
-        .amax(1)
-        if free.any()
+        "logit_spread": (z.amax(-1) - z.masked_fill(~visible, 0.0).sum(-1) / n)[
+            :, rows
+        ].amax(1)
+        if rows.any()
         else torch.full((2,), -torch.inf, dtype=z.dtype),
         "qk_frobenius": dots.norm(dim=(1, 2)),
         "cos_max": cosines.masked_fill(~visible, -1.0).amax((1, 2)),

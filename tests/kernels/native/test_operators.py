@@ -134,7 +134,7 @@ OPERATORS = {
     "attention_backward": Operator(make=backward, tracked=(1, 2, 3)),
     "decode": Operator(make=decode, slow=False),
     "logit_rows": Operator(make=lambda n: [(*given, 5.0, 1.0) for given in rows(n)]),
-    "logit_extremes": Operator(make=rows),
+    "logit_extremes": Operator(make=lambda n: [(*given, 5.0) for given in rows(n)]),
     "norm_rope": Operator(make=norm_rope, tracked=(0, 1)),
     "norm_rope_two": Operator(
         make=lambda n: [

@@ -71,8 +71,8 @@ def check(call, case):
     truth = logit_stats(widened(call), 0.5)
     near(logit_stats(call, 0.5), truth, case)
     assert TAKEN["row_fields"] is (call.window is None), case
-    near(max_stats(call), truth, case, ("max_logit", "min_logit"))
-    assert TAKEN["extremes"] is (call.query_mask is None), case
+    near(max_stats(call), truth, case, ("max_logit", "min_logit", "logit_spread"))
+    assert TAKEN["extremes"] is (call.spec.cap.kind == "none"), case
 
 
 def test_more_rows_than_32_bits_find_are_left_to_torch(

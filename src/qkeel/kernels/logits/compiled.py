@@ -43,18 +43,13 @@ def rows_of(
     return OPS.logit_rows.default(*arguments, call.spec.cap.limit or 0.0, threshold)
 
 
-def extremes_of(call: AttentionCall) -> Float[Tensor, "2 b h t"] | None:
-    """Returns the largest and smallest logit of each row, -inf and inf for excluded rows; None for the calls that
-    `rows_of` does not support."""
+def extremes_of(call: AttentionCall) -> Float[Tensor, "3 b h t"] | None:
+    """Returns the largest and smallest logit and the spread of each row; None for the calls that `rows_of` does not
+    support."""
     arguments = _arguments(call)
     if arguments is None:
         return None
-    extremes = OPS.logit_extremes.default(*arguments)
-    if call.query_mask is None:
-        return extremes
-    # The operator knows of visible keys only, not of rows that do not count.
-    excluded = extremes.new_tensor([-torch.inf, torch.inf])[:, None, None, None]
-    return torch.where(call.query_mask[:, None], extremes, excluded)
+    return OPS.logit_extremes.default(*arguments, call.spec.cap.limit or 0.0)
 
 
 def plain_rows(
@@ -67,10 +62,10 @@ def plain_rows(
 
 def plain_extremes(
     q: Tensor, k: Tensor, scale: float, causal: bool
-) -> Float[Tensor, "2 b h t"]:
+) -> Float[Tensor, "3 b h t"]:
     """Like `extremes_of`, but for a call that `reads_plain` accepts."""
     arguments = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
-    return OPS.logit_extremes.default(q.detach(), k.detach(), *arguments)
+    return OPS.logit_extremes.default(q.detach(), k.detach(), *arguments, 0.0)
 
 
 def reads_plain(q: Tensor, k: Tensor, causal: bool) -> bool:
@@ -144,10 +139,10 @@ def _arguments(call: AttentionCall) -> OperatorArguments | None:
         is_plain(mask) and mask.is_cpu and mask.dtype in _MASKS
     ):
         return None
-    visibility = _visibility(call)
-    if visibility is None:
+    visible = visibility(call)
+    if visible is None:
         return None
-    q, k = _encoded(call)
+    q, k = operands(call)
     scale = call.spec.factor(call.pos_q, q.shape[-1], call.params, torch.float32)
     if not isinstance(scale, Tensor):
         scale = q.new_full((), scale, dtype=torch.float32)
@@ -155,10 +150,10 @@ def _arguments(call: AttentionCall) -> OperatorArguments | None:
         return None
     # Statistics have no gradient, also where the scale is learned.
     scale = scale.detach().expand(*q.shape[:3], 1)[..., 0]
-    return q.detach(), k.detach(), scale, *visibility
+    return q.detach(), k.detach(), scale, *visible
 
 
-def _encoded(call: AttentionCall) -> tuple[Tensor, Tensor]:
+def operands(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Returns q and k as they enter the product: unchanged if the spec does not encode them, otherwise in float32."""
     spec = call.spec
     if spec.norm.kind == "none" and spec.position.unwindowed.kind == "none":
@@ -169,7 +164,7 @@ def _encoded(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return call.encoded()
 
 
-def _visibility(call: AttentionCall) -> VisibilityTensors | None:
+def visibility(call: AttentionCall) -> VisibilityTensors | None:
     """Returns the first key visible to each row and the key after the last [b|1 t] (None if all are visible), and the
     mask.
 

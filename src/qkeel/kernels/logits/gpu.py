@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from qkeel.functional.norms import wide
+from qkeel.functional.statistics import row_means
 from qkeel.kernels import gpu as available
+from qkeel.kernels.logits.compiled import visibility
 from qkeel.spec.call import AttentionCall
 
 
@@ -55,15 +57,16 @@ def row_fields(
     )
 
 
-def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
-    """Returns the largest and smallest logit [h], computed in a GPU pass with two comparisons per logit.
+def extremes(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Returns the largest and smallest logit and the spread [b h t] of every query row, computed in a GPU pass with two
+    comparisons per logit.
 
-    Returns None if the GPU kernel does not support the call; it counts every query row.
+    Rows excluded by the call's `query_mask` are computed as well. Returns None if the GPU kernel does not support the
+    call; it knows no cap.
     """
-    if call.query_mask is not None:
-        return None
-    operands = _operands(call)
-    if operands is None:
+    operands = None if call.spec.cap.kind != "none" else _operands(call)
+    visible = None if operands is None else visibility(call)
+    if operands is None or visible is None:
         return None
     # As above.
     from qkeel.kernels.logits import triton_extremes
@@ -75,7 +78,10 @@ def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
     largest, smallest = triton_extremes.extremes(
         q, k, scale, causal=call.causal, window=call.window, keys=keys
     )
-    return largest.amax((0, 2)), smallest.amin((0, 2))
+    low, high, _ = visible
+    ends = None if low is None or high is None else (low, high)
+    means = row_means(q.float(), k.float(), ends, keys) * scale
+    return largest, smallest, largest - means
 
 
 def _operands(call: AttentionCall) -> _LogitOperands | None:

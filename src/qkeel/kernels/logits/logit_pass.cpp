@@ -10,7 +10,7 @@ namespace qkeel {
 namespace {
 
 constexpr int64_t ROWS = 64;  // a block: one head's query rows whose q' is made at once
-enum Row { TOP, LOW, CAPPED, TOTAL, ABOVE, ENTROPY, FIRST, PRODUCT, ANGLE_TOP, ANGLE, QUERY, N_ROWS };
+enum Row { TOP, LOW, SPREAD, CAPPED, TOTAL, ABOVE, ENTROPY, FIRST, PRODUCT, ANGLE_TOP, ANGLE, QUERY, N_ROWS, EXTREMES = CAPPED };
 
 // The work space of a thread.
 struct Space {
@@ -31,22 +31,22 @@ struct Work {
   VisibleKeys visibility;
   float cap, threshold;
   const float* inverse;  // 1 / |k| [b g s]
-  float* rows;           // [N_ROWS b h t], or [2 b h t]
+  float* rows;           // [N_ROWS b h t], or [EXTREMES b h t]
   int64_t* counts;       // [b h t]
   int64_t b = q.size[0], h = q.size[1], g = k.size[1], t = q.size[2], s = k.size[2], d = q.size[3];
 };
 
 template <bool FULL>
 void one_tile(const Work& w, Panel& p, const Tile& tile, bool hides, bool bias) {
-  const bool cap = FULL && w.cap > 0;
+  const bool cap = w.cap > 0;
   auto each = [&]<bool H, bool B, bool C>() {
     for (int64_t i = 0; i < WIDE; i += LANES) logits<H, B, C, FULL>(p, tile, i);
   };
-  if (bias && cap) each.template operator()<true, true, FULL>();
+  if (bias && cap) each.template operator()<true, true, true>();
   else if (bias) each.template operator()<true, true, false>();
-  else if (hides && cap) each.template operator()<true, false, FULL>();
+  else if (hides && cap) each.template operator()<true, false, true>();
   else if (hides) each.template operator()<true, false, false>();
-  else if (cap) each.template operator()<false, false, FULL>();
+  else if (cap) each.template operator()<false, false, true>();
   else each.template operator()<false, false, false>();
 }
 
@@ -94,19 +94,21 @@ inline Lanes logarithm(Lanes x) {
   return x;
 }
 
-// The statistics of a panel as they are handed out. NaN among the products shows in the sum of their squares, NaN of
-// the mask's in that of the logits'; a largest logit of ±∞ leaves no weights.
+// The statistics of a panel as they are handed out, or the first of them. NaN among the products shows in the sum of
+// their squares, NaN of the mask's in that of the logits'; a largest logit of ±∞ leaves no weights.
+template <bool FULL>
 void write_panel(const Work& w, Space& sp, const Panel& p, int64_t col, int64_t rows, int64_t to) {
   alignas(64) float found[N_ROWS][WIDE];
   for (int64_t i = 0; i < WIDE; i += LANES) {
     const Lanes squares = lanes(p.squares + i), z_squares = lanes(p.z_squares + i), angle = lanes(p.angle + i);
     const Lanes top = lanes(p.top + i), capped = w.cap > 0 ? softcap(top, w.cap) : top, n = lanes(sp.norm + col + i);
     const Flags none = flags(p.seen + i) == 0;
-    const Flags nan = (squares != squares) | (z_squares != z_squares), bad = nan | ~finite(lanes(sp.scale + col + i));
+    const Flags nan = (squares != squares) | (z_squares != z_squares), bad = (nan | ~finite(lanes(sp.scale + col + i))) & ~none;
     const Flags unweighted = bad | ~finite(capped);
     const Lanes mass = lanes(p.mass + i), reference = lanes(p.reference + i);
     const Lanes along = Lanes(Flags(1.0f / n) & (n > 0.0f));
-    const Lanes count = __builtin_convertvector(flags(p.seen + i), Lanes);
+    const Lanes count = __builtin_convertvector(flags(p.seen + i), Lanes), peak = lanes(p.peak + i);
+    const Lanes spread = (w.cap > 0 ? softcap(peak, w.cap) : peak) - lanes(p.level + i) / count;
     Lanes entropy = logarithm(mass) - lanes(p.spread + i) / mass, cosines = angle * along;
     entropy = entropy < 0.0f ? Lanes{} : entropy;
     cosines = cosines > count ? count : cosines < -count ? -count : cosines;
@@ -116,6 +118,7 @@ void write_panel(const Work& w, Space& sp, const Panel& p, int64_t col, int64_t 
     const struct { Row field; Lanes x; } fields[] = {
         {TOP, or_nan(top, bad)},
         {LOW, or_nan(lanes(p.low + i), bad)},
+        {SPREAD, none ? all(-INF) : spread},
         {CAPPED, or_nan(capped, bad)},
         {TOTAL, or_nan(lanes(p.total + i), bad)},
         {ABOVE, __builtin_convertvector(flags(p.above + i), Lanes)},
@@ -125,22 +128,12 @@ void write_panel(const Work& w, Space& sp, const Panel& p, int64_t col, int64_t 
         {ANGLE_TOP, or_nan(cosine, angle != angle)},
         {ANGLE, cosines},
     };
-    for (auto& [field, x] : fields) put(found[field] + i, where_off(x, none));
+    for (auto& [field, x] : fields) put(found[field] + i, FULL ? where_off(x, none) : x);
     put(found[QUERY] + i, n);
   }
-  const int64_t whole = w.b * w.h * w.t;
-  for (int64_t field = 0; field < N_ROWS; ++field)
-    std::copy(found[field], found[field] + rows, w.rows + field * whole + to);
-  for (int64_t i = 0; i < rows; ++i) w.counts[to + i] = p.seen[i];
-}
-
-void write_extremes(const Work& w, Space& sp, const Panel& p, int64_t col, int64_t rows, int64_t to) {
-  for (int64_t i = 0; i < rows; ++i) {
-    const bool bad = p.seen[i] && (std::isnan(p.squares[i]) || std::isnan(p.z_squares[i]) ||
-                                   !std::isfinite(sp.scale[col + i]));
-    w.rows[to + i] = bad ? NAN : p.top[i];
-    w.rows[w.b * w.h * w.t + to + i] = bad ? NAN : p.low[i];
-  }
+  for (int64_t field = 0; field < (FULL ? N_ROWS : EXTREMES); ++field)
+    std::copy(found[field], found[field] + rows, w.rows + field * w.b * w.h * w.t + to);
+  for (int64_t i = 0; FULL && i < rows; ++i) w.counts[to + i] = p.seen[i];
 }
 
 // A block of rows of one head: q' and the keys visible to each row.
@@ -181,8 +174,7 @@ void block(const Work& w, Space& sp, int64_t n, int64_t head, int64_t row) {
   }
   for (int64_t col = 0; col < rows; col += WIDE) {
     const int64_t to = (n * w.h + head) * w.t + row + col, some = std::min(WIDE, rows - col);
-    if (FULL) write_panel(w, sp, sp.panel[col / WIDE], col, some, to);
-    else write_extremes(w, sp, sp.panel[col / WIDE], col, some, to);
+    write_panel<FULL>(w, sp, sp.panel[col / WIDE], col, some, to);
   }
 }
 
@@ -224,8 +216,8 @@ void logit_rows(const Array& q, const Array& k, const Array& scale, const Array&
 }
 
 void logit_extremes(const Array& q, const Array& k, const Array& scale, const Array& low, const Array& high,
-                    const Array& mask, const Array& rows) {
-  run<false>({q, k, scale, {q, k, low, high, mask}, 0.0f, 0.0f, nullptr, rows.as<float>(), nullptr});
+                    const Array& mask, float cap, const Array& rows) {
+  run<false>({q, k, scale, {q, k, low, high, mask}, cap, 0.0f, nullptr, rows.as<float>(), nullptr});
 }
 
 } // namespace qkeel

@@ -24,15 +24,16 @@ inline bool any(Flags x) {
 
 // Running statistics of one panel. mass = Σ e^(z - reference), spread = Σ (z - reference) e^(z - reference), of capped
 // z, the reference a running maximum: the entropy is ln mass - spread / mass, without cancellation at any size of z.
+// peak is the largest scale · q·k, without the mask's bias, and level the sum of these after the cap.
 struct Panel {
   alignas(64) float top[WIDE], low[WIDE], total[WIDE], squares[WIDE], z_squares[WIDE], angle_top[WIDE], angle[WIDE],
-      reference[WIDE], mass[WIDE], spread[WIDE], first[WIDE];
+      reference[WIDE], mass[WIDE], spread[WIDE], first[WIDE], peak[WIDE], level[WIDE];
   alignas(64) int32_t seen[WIDE], above[WIDE];
 
   void clear() {
     for (int64_t i = 0; i < WIDE; ++i) {
-      top[i] = angle_top[i] = -INF, low[i] = INF, reference[i] = -NONE_LARGER;
-      total[i] = squares[i] = z_squares[i] = angle[i] = mass[i] = spread[i] = first[i] = 0;
+      top[i] = angle_top[i] = peak[i] = -INF, low[i] = INF, reference[i] = -NONE_LARGER;
+      total[i] = squares[i] = z_squares[i] = angle[i] = mass[i] = spread[i] = first[i] = level[i] = 0;
       seen[i] = above[i] = 0;
     }
   }
@@ -88,14 +89,20 @@ template <bool HIDES, bool BIAS, bool CAP, bool ALL>
 void logits(Panel& p, const Tile& t, int64_t i) {
   const Lanes scale = lanes(t.scale + i);
   Lanes top = all(-INF), low = all(INF), total{}, squares{}, z_squares{}, angle_top = all(-INF), angle{};
+  Lanes peak = all(-INF), level{};
   Flags gone{};
   for (int64_t j = 0; j < t.keys; ++j) {
     const int64_t at = j * WIDE + i;
     Lanes product = lanes(t.z + at);
     Flags hidden{};
     if constexpr (HIDES) hidden = flags(t.hidden + at), gone += hidden, product = where_off(product, hidden);
-    Lanes z = scale * product;
-    if constexpr (BIAS) z = where_off(z + lanes(t.bias + at), hidden), z_squares += z * z;
+    const Lanes scaled = scale * product, entering = CAP ? softcap(scaled, t.cap) : scaled;
+    Lanes z = scaled;
+    level += entering;
+    if constexpr (BIAS) {
+      z = where_off(z + lanes(t.bias + at), hidden), z_squares += z * z;
+      peak = larger(HIDES ? nan_where(scaled, hidden) : scaled, peak);
+    }
     Lanes shown = HIDES ? nan_where(z, hidden) : z;
     top = larger(shown, top), low = smaller(shown, low);
     squares += product * product;
@@ -105,9 +112,10 @@ void logits(Panel& p, const Tile& t, int64_t i) {
     angle += cosine;
     angle_top = larger(HIDES ? nan_where(cosine, hidden) : cosine, angle_top);
     put(t.z + at, z);
-    if constexpr (CAP) put(t.capped + at, softcap(z, t.cap));
+    if constexpr (CAP) put(t.capped + at, BIAS ? softcap(z, t.cap) : entering);
   }
   put(p.top + i, larger(lanes(p.top + i), top)), put(p.low + i, smaller(lanes(p.low + i), low));
+  put(p.peak + i, larger(lanes(p.peak + i), BIAS ? peak : top)), put(p.level + i, lanes(p.level + i) + level);
   put(p.squares + i, lanes(p.squares + i) + squares);
   if constexpr (BIAS) put(p.z_squares + i, lanes(p.z_squares + i) + z_squares);
   const Flags before = flags(p.seen + i);

@@ -1,4 +1,4 @@
-"""The largest and smallest logit of every head in one Triton pass over q and k: a product and two comparisons a logit.
+"""The largest and smallest logit of every query row in one Triton pass over q and k: a product and two comparisons a logit.
 
 Neither the values nor a T×T matrix are needed."""
 
@@ -54,7 +54,7 @@ def _extremes(
     WINDOW: constexpr,
     MASK: constexpr,
 ):
-    """Computes the largest and smallest logit of a tile of rows: NaN if a logit is NaN, -inf and inf if nothing was
+    """Computes the largest and smallest logit of each row of a tile: NaN if a logit is NaN, -inf and inf if nothing was
     read."""
     # Sequence and head.
     # In 64 bits, since offsets into long caches exceed 32.
@@ -111,21 +111,11 @@ def _extremes(
             top, tl.where(is_visible, z, float("-inf")), propagate_nan=_ALL
         )
         low = tl.minimum(low, tl.where(is_visible, z, float("inf")), propagate_nan=_ALL)
-    # Rows beyond the last have logits of 0.
-    top, low = (
-        tl.where(ok[:, None], top, float("-inf")),
-        tl.where(ok[:, None], low, float("inf")),
-    )
     # A maximum over registers drops NaN.
-    lost = tl.sum(tl.sum((top != top).to(tl.int32), 1), 0) != 0
-    tl.store(
-        tops + of * tiles + tile,
-        tl.where(lost, float("nan"), tl.max(tl.max(top, 1), 0) * scale),
-    )
-    tl.store(
-        lows + of * tiles + tile,
-        tl.where(lost, float("nan"), tl.min(tl.min(low, 1), 0) * scale),
-    )
+    lost = tl.sum((top != top).to(tl.int32), 1) != 0
+    to = of * times + row
+    tl.store(tops + to, tl.where(lost, float("nan"), tl.max(top, 1) * scale), mask=ok)
+    tl.store(lows + to, tl.where(lost, float("nan"), tl.min(low, 1) * scale), mask=ok)
 
 
 LAUNCHED: dict[str, Any] = {"extremes": _extremes}
@@ -139,8 +129,9 @@ def extremes(
     causal: bool,
     window: int | None = None,
     keys: Bool[Tensor, "_ s"] | None = None,
-) -> tuple[Float[Tensor, "b h tiles"], Float[Tensor, "b h tiles"]]:
-    """Returns the largest and the smallest logit, before a cap, of each tile of rows; NaN if a logit is NaN.
+) -> tuple[Float[Tensor, "b h t"], Float[Tensor, "b h t"]]:
+    """Returns the largest and the smallest logit, before a cap, of each row; NaN if a logit is NaN, -inf and inf if the
+    row sees no key.
 
     Args:
         q: encoded queries: float32, bfloat16 or float16; d at most 256.
@@ -159,7 +150,7 @@ def extremes(
     q, k = dense(q), dense(k)
     wide, tile = tile_sizes(q)
     tiles = triton.cdiv(t, tile[0])
-    tops, lows = (q.new_empty((b, h, tiles), dtype=torch.float32) for _ in range(2))
+    tops, lows = (q.new_empty((b, h, t), dtype=torch.float32) for _ in range(2))
     mask, over = key_mask(q, keys)
     with torch.cuda.device_of(q):
         LAUNCHED["extremes"][(tiles * b * h,)](

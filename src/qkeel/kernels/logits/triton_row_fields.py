@@ -78,6 +78,7 @@ def _add(
     mass,
     along,
     total,
+    level,
     above,
     squares,
     widest,
@@ -142,7 +143,10 @@ def _add(
     base = tl.where(new == float("-inf"), 0.0, new)
     was = tl.where(most == float("-inf"), base, most)
     if CAP:
-        away = capped(products * factor[:, None], cap, CAP) * _LOG2_E - base[:, None]
+        # 0 where nothing is seen, as the product is there.
+        entering = capped(products * factor[:, None], cap, CAP)
+        level += tl.sum(entering, 1)
+        away = entering * _LOG2_E - base[:, None]
     else:
         away = products * (factor * _LOG2_E)[:, None] - base[:, None]
     # What a hidden key holds must not reach a sum.
@@ -153,7 +157,21 @@ def _add(
     fade = tl.exp2(was - base)
     along = fade * (along + mass * (was - base)) + tl.sum(p * away, 1)
     mass = fade * mass + tl.sum(p, 1)
-    return top, low, new, mass, along, total, above, squares, widest, cosines, n, begin
+    return (
+        top,
+        low,
+        new,
+        mass,
+        along,
+        total,
+        level,
+        above,
+        squares,
+        widest,
+        cosines,
+        n,
+        begin,
+    )
 
 
 @triton.jit
@@ -224,7 +242,7 @@ def _fields(
     nothing = tl.zeros([ROWS], tl.float32)
     top = nothing + float("-inf")
     low, most = -top, top
-    mass, along, total, squares = nothing, nothing, nothing, nothing
+    mass, along, total, squares, level = nothing, nothing, nothing, nothing, nothing
     widest, cosines = top, nothing
     above, seen_keys = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32)
     first = tl.zeros([ROWS], tl.int32) + (_NONE if MASK else 0)
@@ -248,6 +266,7 @@ def _fields(
             mass,
             along,
             total,
+            level,
             above,
             squares,
             widest,
@@ -269,6 +288,7 @@ def _fields(
             mass,
             along,
             total,
+            level,
             above,
             squares,
             widest,
@@ -306,6 +326,7 @@ def _fields(
             mass,
             along,
             total,
+            level,
             above,
             squares,
             widest,
@@ -327,6 +348,7 @@ def _fields(
             mass,
             along,
             total,
+            level,
             above,
             squares,
             widest,
@@ -364,25 +386,29 @@ def _fields(
     )
     cosine, turned = tl.where(sees_a_key, widest, 0.0) * inverse, cosines * inverse
     count = seen_keys.to(tl.float32)
+    # Without a cap, the sum of what enters the softmax is that of the logits.
+    mean = (level if CAP else total * factor) / tl.where(sees_a_key, count, 1.0)
+    apart = tl.where(sees_a_key, best - mean, float("-inf"))
     to = fields + of * times + row
     tl.store(to, tl.where(unknown, nan, top), mask=ok)
     tl.store(to + rows_in_all, tl.where(unknown, nan, low), mask=ok)
-    tl.store(to + 2 * rows_in_all, tl.where(unknown, nan, best), mask=ok)
-    tl.store(to + 3 * rows_in_all, total * factor, mask=ok)
-    tl.store(to + 4 * rows_in_all, above.to(tl.float32), mask=ok)
+    tl.store(to + 2 * rows_in_all, tl.where(unknown, nan, apart), mask=ok)
+    tl.store(to + 3 * rows_in_all, tl.where(unknown, nan, best), mask=ok)
+    tl.store(to + 4 * rows_in_all, total * factor, mask=ok)
+    tl.store(to + 5 * rows_in_all, above.to(tl.float32), mask=ok)
     entropy = tl.where(bad | (spread != spread), nan, tl.where(spread > 0, spread, 0.0))
-    tl.store(to + 5 * rows_in_all, entropy, mask=ok)
-    tl.store(to + 6 * rows_in_all, tl.where(bad, nan, tl.minimum(weight, 1.0)), mask=ok)
-    tl.store(to + 7 * rows_in_all, tl.sqrt(squares), mask=ok)
+    tl.store(to + 6 * rows_in_all, entropy, mask=ok)
+    tl.store(to + 7 * rows_in_all, tl.where(bad, nan, tl.minimum(weight, 1.0)), mask=ok)
+    tl.store(to + 8 * rows_in_all, tl.sqrt(squares), mask=ok)
     tl.store(
-        to + 8 * rows_in_all,
+        to + 9 * rows_in_all,
         tl.where(lost, nan, tl.minimum(tl.maximum(cosine, -1.0), 1.0)),
         mask=ok,
     )
     # Keeps NaN.
     turned = tl.where(turned > count, count, tl.where(turned < -count, -count, turned))
-    tl.store(to + 9 * rows_in_all, turned, mask=ok)
-    tl.store(to + 10 * rows_in_all, norm, mask=ok)
+    tl.store(to + 10 * rows_in_all, turned, mask=ok)
+    tl.store(to + 11 * rows_in_all, norm, mask=ok)
     tl.store(counts + of * times + row, seen_keys.to(tl.int64), mask=ok)
 
 
@@ -413,7 +439,7 @@ def row_fields(
         cap: cap of a softcap, or None.
         keys: True where a key may be visible, for all sequences or for each.
     """
-    assert len(ROW_FIELDS) == 11
+    assert len(ROW_FIELDS) == 12
     b, h, t, d = q.shape
     g, s = k.shape[1:3]
     q, k = dense(q), dense(k)

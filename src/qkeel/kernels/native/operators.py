@@ -157,7 +157,7 @@ def backward_shapes(
 def _logit_rows_shapes(
     q: Tensor, k: Tensor, *_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = q.new_empty(11, *q.shape[:3], dtype=torch.float32)
+    rows = q.new_empty(12, *q.shape[:3], dtype=torch.float32)
     return (
         rows,
         q.new_empty(q.shape[:3], dtype=torch.int64),
@@ -173,7 +173,7 @@ SHAPES: dict[str, Callable[..., object]] = {
     "norm_rope_two": lambda q, k, *_: (same_shape(q), same_shape(k)),
     "norm_rope_backward": backward_shapes,
     "logit_rows": _logit_rows_shapes,
-    "logit_extremes": lambda q, *_: q.new_empty(2, *q.shape[:3], dtype=torch.float32),
+    "logit_extremes": lambda q, *_: q.new_empty(3, *q.shape[:3], dtype=torch.float32),
 }
 
 

@@ -264,17 +264,17 @@ Three logit_rows_(Tensor q, Tensor k, Tensor scale, Maybe low, Maybe high, Maybe
   const Array queries = dense(q), keys = dense(k), by_row = array(scale), from = array(low), to = array(high), shown = array(mask);
   check_rows(queries, keys, by_row, from, to, shown);
   const int64_t b = queries.size[0], h = queries.size[1], t = queries.size[2];
-  Tensor rows = dense_tensor({11, b, h, t}), norms = dense_tensor({b, keys.size[1], keys.size[2]});
+  Tensor rows = dense_tensor({12, b, h, t}), norms = dense_tensor({b, keys.size[1], keys.size[2]});
   Tensor counts = dense_tensor({b, h, t}, aoti_torch_dtype_int64());
   logit_rows(queries, keys, by_row, from, to, shown, float(cap), float(threshold), array(rows), array(counts), array(norms));
   return {rows, counts, norms};
 }
 
-Tensor logit_extremes_(Tensor q, Tensor k, Tensor scale, Maybe low, Maybe high, Maybe mask) {
+Tensor logit_extremes_(Tensor q, Tensor k, Tensor scale, Maybe low, Maybe high, Maybe mask, double cap) {
   const Array queries = dense(q), keys = dense(k), by_row = array(scale), from = array(low), to = array(high), shown = array(mask);
   check_rows(queries, keys, by_row, from, to, shown);
-  Tensor rows = dense_tensor({2, queries.size[0], queries.size[1], queries.size[2]});
-  logit_extremes(queries, keys, by_row, from, to, shown, array(rows));
+  Tensor rows = dense_tensor({3, queries.size[0], queries.size[1], queries.size[2]});
+  logit_extremes(queries, keys, by_row, from, to, shown, float(cap), array(rows));
   return rows;
 }
 
@@ -296,7 +296,7 @@ STABLE_TORCH_LIBRARY(qkeel_native, m) {
   m.def("gain_spread(Tensor gain) -> float");
   m.def("logit_rows(Tensor q, Tensor k, Tensor scale, Tensor? low, Tensor? high, Tensor? mask, float cap,"
         " float threshold) -> (Tensor, Tensor, Tensor)");
-  m.def("logit_extremes(Tensor q, Tensor k, Tensor scale, Tensor? low, Tensor? high, Tensor? mask) -> Tensor");
+  m.def("logit_extremes(Tensor q, Tensor k, Tensor scale, Tensor? low, Tensor? high, Tensor? mask, float cap) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(qkeel_native, CPU, m) {

@@ -30,6 +30,6 @@ double gain_spread(const Array& gain);  // min |g| / max |g|: how much dividing 
 void logit_rows(const Array& q, const Array& k, const Array& scale, const Array& low, const Array& high, const Array& mask,
                 float cap, float threshold, const Array& rows, const Array& counts, const Array& key_norms);
 void logit_extremes(const Array& q, const Array& k, const Array& scale, const Array& low, const Array& high,
-                    const Array& mask, const Array& rows);
+                    const Array& mask, float cap, const Array& rows);
 
 } // namespace qkeel

@@ -1,0 +1,47 @@
+"""A clip says which head it cannot lower, where its logits have what no weight makes."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.attention import Attention
+
+import qkeel
+
+
+class Shifted(Attention):
+    """Attention with a constant that is joined to q and k."""
+
+    def __init__(self, constant):
+        super().__init__(self.attended, 32)
+        self.constant = constant
+        for projection in (self.q, self.k):
+            projection.weight.data.mul_(8)
+
+    def attended(self, q, k, v):
+        q = F.pad(F.pad(q, (0, 1), value=1.0), (0, 7))
+        k = F.pad(F.pad(k, (0, 1), value=self.constant), (0, 7))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("constant", "says"), [(60.0, True), (4e3, True), (0.0, False)]
+)
+def test_a_constant_over_the_threshold_is_told_once(constant, says):
+    torch.manual_seed(0)
+    model = Shifted(constant)
+    x, optimizer = torch.randn(4, 12, 32), torch.optim.AdamW(model.parameters(), 1e-3)
+    handle = qkeel.apply(model, "qk_clip:threshold=15", optimizer, batch=x)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    told = [str(x.message) for x in caught if "does not bring" in str(x.message)]
+    assert len(told) == says
+    if says:
+        assert "head 0, under 15" in told[0]
+        assert "joined to q and k" in told[0]
+    handle.remove()
