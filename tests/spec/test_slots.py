@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import math
 import unicodedata
 from typing import get_args, get_type_hints
@@ -157,7 +158,7 @@ def test_an_option_has_a_range(slot, needed, option, inside, outside):
 
 
 @each_row("slot", SLOTS)
-def test_an_option_by_name_is_one_of_a_list_and_no_number_is_nan(slot):
+def test_an_option_by_name_is_one_of_a_list_and_numbers_are_finite(slot):
     parameters = inspect.signature(slot).parameters.values()
     needed = {p.name: NEEDED[p.name] for p in parameters if p.default is p.empty}
     for option, hint in get_type_hints(slot.__init__).items():
@@ -168,9 +169,14 @@ def test_an_option_by_name_is_one_of_a_list_and_no_number_is_nan(slot):
         if names:
             with pytest.raises((UnknownNameError, RefusedError)):
                 slot(**{**needed, option: "nope"})
-        if hint in (int, float):
+        if hint is int:
             with pytest.raises(InvalidValueError):
                 slot(**{**needed, option: NAN})
+        if hint is float:
+            takes = [row[3] for row in BOUNDS if (row[0], row[2]) == (slot, option)]
+            for value in {NAN, INF, -INF} - {*itertools.chain(*takes)}:
+                with pytest.raises(InvalidValueError):
+                    slot(**{**needed, option: value})
 
 
 @each_row("error, slot, options", REFUSED)

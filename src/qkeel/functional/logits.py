@@ -116,7 +116,7 @@ def gradient_scale(n: float, head_dim: int | None = None) -> float:
     >>> round(gradient_scale(256, 128), 2), round(gradient_scale(256, 64), 2), round(gradient_scale(256), 4)
     (22.29, 16.64, 1.8635)
     """
-    check(n > 1, "more than one key", n)
+    check(1 < n < math.inf, "a finite number of keys above one", n)
     check(
         head_dim is None or head_dim >= 2,
         "a head_dim of at least 2",

@@ -203,7 +203,7 @@ class Learned(Scale):
     kind = "learned"
 
     def __post_init__(self) -> None:
-        check(self.init > 0, "an initial scale above 0", self.init)
+        check(0 < self.init < math.inf, "a finite initial scale above 0", self.init)
         check_known("extent of a learned scale", self.per, ("layer", "head"))
         if self.maximum is not None and not self.log:
             raise InvalidValueError("a maximum requires log=True (Swin V2)")
@@ -302,7 +302,11 @@ class LogN(PositionFactor):
 
     def __post_init__(self) -> None:
         PositionFactor.__post_init__(self)
-        check(self.train_length >= 2, "a train_length of at least 2", self.train_length)
+        check(
+            2 <= self.train_length < math.inf,
+            "a finite train_length of at least 2",
+            self.train_length,
+        )
         check_known(
             "extent of a learned factor of log n",
             self.learned,
@@ -581,7 +585,7 @@ class Softpick(Normalizer):
     kind = "softpick"
 
     def __post_init__(self) -> None:
-        check(self.eps > 0, "eps above 0", self.eps)
+        check(0 < self.eps < math.inf, "a finite eps above 0", self.eps)
 
     def weights(
         self, logits: Logits, visible: Visible | None, params: Params

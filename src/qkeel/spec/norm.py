@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -157,7 +158,7 @@ class GainNorm(Norm):
             ("value gain", self.value_gain or "none", _GAINS),
         ):
             check_known(kind, value, known)
-        check(self.eps >= 0, "eps >= 0", self.eps)
+        check(0 <= self.eps < math.inf, "a finite eps >= 0", self.eps)
         for gain in (
             self._gain(operand)
             for operand in _PARTS

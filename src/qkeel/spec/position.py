@@ -147,7 +147,7 @@ class ReRope(Position):
 
     def __post_init__(self) -> None:
         check(self.window >= 1, "a window of at least 1 token", self.window)
-        check(self.base > 1, "a RoPE base above 1", self.base)
+        check(1 < self.base < math.inf, "a finite RoPE base above 1", self.base)
         check(0 < self.rotary <= 1, "the rotated share in (0, 1]", self.rotary)
 
     @property

@@ -126,7 +126,11 @@ class NTK(Stretch):
     def __post_init__(self) -> None:
         _check(self, factor=self.factor)
         check_known("kind of NTK", self.kind, ("old", "exact", "fixed", "mixed"))
-        check(self.power >= 0, "a power of at least 0 for NTK-mixed", self.power)
+        check(
+            0 <= self.power < math.inf,
+            "a finite power of at least 0 for NTK-mixed",
+            self.power,
+        )
 
     def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
         if self.kind in ("old", "exact"):
@@ -207,8 +211,8 @@ class YaRN(Stretch):
         _check(self, factor=self.factor, train_length=self.train_length)
         check_known("ramp of YaRN", self.ramp, get_args(f.Ramp))
         check(
-            0 < self.slow < self.fast,
-            "0 < slow < fast turns",
+            0 < self.slow < self.fast < math.inf,
+            "finite turns with 0 < slow < fast",
             f"slow={self.slow}, fast={self.fast}",
         )
         factor = self.attention_factor
@@ -256,8 +260,8 @@ class Llama3(Stretch):
     def __post_init__(self) -> None:
         _check(self, factor=self.factor, train_length=self.train_length)
         check(
-            0 < self.low < self.high,
-            "0 < low < high turns",
+            0 < self.low < self.high < math.inf,
+            "finite turns with 0 < low < high",
             f"low={self.low}, high={self.high}",
         )
 
@@ -398,7 +402,7 @@ class Rope(Position):
     kind = "rope"
 
     def __post_init__(self) -> None:
-        check(self.base > 1, "a RoPE base above 1", self.base)
+        check(1 < self.base < math.inf, "a finite RoPE base above 1", self.base)
         check(0 < self.rotary <= 1, "the rotated share in (0, 1]", self.rotary)
         check_known("pairing", self.pairing, get_args(Pairing))
         check_known("order", self.order, get_args(Order))
@@ -580,8 +584,8 @@ class XPos(Position):
     kind = "xpos"
 
     def __post_init__(self) -> None:
-        check(self.base > 1, "a RoPE base above 1", self.base)
-        check(self.scale > 0, "a scale above 0 tokens", self.scale)
+        check(1 < self.base < math.inf, "a finite RoPE base above 1", self.base)
+        check(0 < self.scale < math.inf, "a finite scale above 0 tokens", self.scale)
 
     def check(self, head_dim: int) -> None:
         check_pairs(head_dim)
