@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -241,3 +242,37 @@ def test_attention_is_clipped_under_a_later_name_and_what_is_put_in_later_is_tol
     assert first == pytest.approx(0.05, rel=1e-5)
     assert second < 0.0501
     assert added > 0.06
+
+
+class Parallel(torch.nn.ModuleList):
+    """The sum of layers of one input, which none of them changes for another."""
+
+    def forward(self, x):
+        return sum(layer(x) for layer in self)
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), ("new", 0, 1, 2), (1, "new")])
+def test_layers_are_clipped_by_their_own_logits_after_they_were_moved(order):
+    layers = [loud(attention(torch.float32), *SCALES) for _ in range(3)]
+    model, x = Parallel(layers), inputs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with qkeel.apply(model, "qk_clip:threshold=0.05", optimizer):
+        trained(model(x))
+        optimizer.step()
+        new = loud(attention(torch.float32), *SCALES)
+        moved = [new if place == "new" else layers[place] for place in order]
+        del model[:]
+        model.extend(moved)
+        with torch.no_grad():  # each over the threshold by another factor
+            for i, layer in enumerate(layers):
+                layer.q_proj.weight.mul_(3 + i)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", QkeelWarning)
+            trained(model(x))
+            optimizer.step()
+    tops = maxima(model, x).amax(1).tolist()
+    for place, top in zip(order, tops, strict=True):
+        if place == "new":
+            assert top > 0.051
+        else:
+            assert top == pytest.approx(0.05, rel=1e-5)

@@ -179,7 +179,8 @@ def reduce_calls(
     groups: dict[object, dict[int, Any]] = {}
     for i, call in enumerate(calls):
         tensors = (call,) if isinstance(call, Tensor) else (call.fields, call.k_norm)
-        form = (*(x.shape for x in tensors), tensors[0].dtype, tensors[0].device)
+        first, last = tensors[0], tensors[-1]
+        form = (first.shape, last.shape, first.dtype, first.device)
         if isinstance(call, CallRows):
             # Masks are the same if they are one object: comparing them would read them.
             form = (*form, id(call.counted), call.keys_seen is None)

@@ -240,8 +240,8 @@ class _Clip:
         # Maxima from a step that a GradScaler skipped; -inf from other steps.
         self.kept: Tensor | None = None
         self._copies: dict[int, tuple[str, ...]] = {}
-        # Attention of any other module was put in later, or wrapped: it has another name then.
-        self._known = {name for name, _ in target.model.named_modules()}
+        # The same list while no module is put in, wrapped or moved.
+        self._modules = self.tap.tree.named()
         self._earlier_names: dict[str, str] = {}
         self._has_warned = self._has_warned_of_frozen = False
         #: Of each head that every step clips: the product of the factors so far, and its largest logit before them.
@@ -329,14 +329,19 @@ class _Clip:
 
     def _names_at_apply(self, measured: Iterable[str]) -> dict[str, str]:
         """Returns, by the names of the sites that were measured, those that they had when the clip was applied."""
-        new = {name.partition("#")[0] for name in measured} - self._known
-        if new:
-            self._known |= new
-            names = {id(m): name for name, m in self.tap.model.named_modules()}
+        modules = self.tap.tree.named()
+        if modules is not self._modules:
+            self._modules = modules
+            names = {id(module): name for name, module in modules}
+            earlier = {x.name.partition("#")[0]: x.module for x in self.sites}
             self._earlier_names = {
-                names[id(site.module)]: site.name.partition("#")[0]
-                for site in self.sites
-                if id(site.module) in names
+                # What now has the name of a layer that was moved is none of the clip's.
+                **dict.fromkeys(earlier, ""),
+                **{
+                    names[id(module)]: name
+                    for name, module in earlier.items()
+                    if id(module) in names
+                },
             }
         if not self._earlier_names:
             return {name: name for name in measured}

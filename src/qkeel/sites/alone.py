@@ -17,6 +17,7 @@ from qkeel.capture.contents import reachable
 from qkeel.capture.example import GivenArguments, ModuleCall, tensors
 from qkeel.capture.readers import unobserved
 from qkeel.capture.user_hooks import is_of_library
+from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.modes import CollectiveMode, without_modes
 from qkeel.sites.run import saving_unseen
 from qkeel.sites.verify import refuse_collective
@@ -65,6 +66,11 @@ def copy_of(
         value = p if weights is None else weights[name]
         if type(p) is nn.Parameter and p.is_floating_point():
             memo[id(p)] = nn.Parameter(value.detach())
+        elif vars(value) and not is_wrapper(value):
+            # A layer of bitsandbytes moves what is quantised from the attributes of its weight in its first pass.
+            twin = torch.Tensor._make_subclass(type(value), value.data, False)
+            vars(twin).update(vars(value))
+            memo[id(p)] = twin
         elif weights is not None:
             memo[id(p)] = value
     for inner in module.modules():
