@@ -213,8 +213,27 @@ def compose_all(handles: Iterable[Handle]) -> Handle:
     return compose(done)
 
 
+def quantised(site: AttentionSite) -> Refusal | None:
+    """Returns the refusal to change weights that are stored as integers, or None if there are none in the attention."""
+    kinds = {
+        type(p).__name__
+        for p in site.module.parameters()
+        if not p.is_floating_point() and not p.is_complex()
+    }
+    if not kinds:
+        return None
+    return Refusal(
+        f"weights of its heads are quantised ({', '.join(sorted(kinds))}), and rows of integers cannot be scaled",
+        "load the model without quantization, as in from_pretrained(..., dtype=torch.bfloat16); "
+        "qkeel.watch(model, optimizer) measures the logits of a quantised model",
+    )
+
+
 def unconfirmed(site: AttentionSite) -> Refusal:
     """Returns the refusal to change the weights of a site's heads, which an experiment did not confirm."""
+    refusal = quantised(site)
+    if refusal is not None:
+        return refusal
     return Refusal(
         f"the weights of its heads are not confirmed: {site.unverified}",
         "give a batch in which its inputs differ, apply the remedy to a part of the model without this attention, "

@@ -8,7 +8,7 @@ from typing import ClassVar
 from qkeel.errors import InvalidValueError, check_known
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.modes import submodules_of
-from qkeel.remedies.base import HeadsBySite, Remedy, where
+from qkeel.remedies.base import HeadsBySite, Remedy, quantised, where
 from qkeel.sites.find import is_normed
 from qkeel.sites.site import AttentionSite
 
@@ -59,6 +59,8 @@ class StepRemedy(Remedy):
     def supports(self, site: AttentionSite) -> Refusal | None:
         refusal = self.holds(site)
         if refusal is not None or site.terms:
+            return refusal
+        if (refusal := quantised(site)) is not None:
             return refusal
         return Refusal(
             f"it is not known which rows of which weights belong to its heads: {site.why or 'no reason was reported'}",
