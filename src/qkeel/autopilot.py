@@ -60,13 +60,19 @@ from qkeel.monitor.sample import Sample
 from qkeel.monitor.token_classes import MaskSource
 from qkeel.monitor.watch import watch
 from qkeel.options import Count, Positive, build, lookup, parse, settle
-from qkeel.patching.forward import unwrapped
-from qkeel.patching.modes import FaultGuard
+from qkeel.patching.forward import (
+    unwrapped,
+)
+from qkeel.patching.guards import (
+    FaultGuard,
+)
 from qkeel.patching.optimizers import StepHooks, listed, stepping, when_hooks_are_done
 from qkeel.remedies import apply
 from qkeel.remedies import parse as parse_remedies
 from qkeel.remedies.optimizer_trials import innermost
-from qkeel.sites.find import find_sites
+from qkeel.sites.find import (
+    find_sites,
+)
 from qkeel.sites.site import AttentionSite
 
 __all__ = [

@@ -10,7 +10,14 @@ import pytest
 from tests import forked
 from tests.contract.cli.scripts import run, script, watched
 
-from qkeel.cli.watched_program import TYPED, Program, parse, under_torchrun
+from qkeel.cli.program import (
+    Program,
+    parse,
+    under_torchrun,
+)
+from qkeel.cli.run_messages import (
+    TYPED,
+)
 from qkeel.errors import InvalidValueError
 
 TALKER = """

@@ -6,7 +6,7 @@ import pytest
 from qkeel.frames.run_verdict import judge_run
 from qkeel.metrics import Status
 from qkeel.records.file_formats import Heads
-from qkeel.records.names_and_units import NON_FINITE
+from qkeel.records.recorded_fields import NON_FINITE
 
 MENDED = [{"event": "decision", "remedy": "qk_clip"}]
 

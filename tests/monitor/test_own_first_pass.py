@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
-from qkeel.sites.alone import copy_of
+from qkeel.sites.module_copy import copy_of
 
 CALLS = []
 

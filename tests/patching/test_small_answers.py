@@ -6,10 +6,12 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from qkeel.patching.autograd import saved_factor
-from qkeel.patching.modes import (
+from qkeel.patching.module_tables import (
     gradient_hooks,
     put_hooks,
     remove_hooks,
+)
+from qkeel.patching.torch_state import (
     transformed_now,
     with_tangents,
 )

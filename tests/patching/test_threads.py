@@ -14,7 +14,9 @@ from torch import nn
 from torch.overrides import _get_current_function_mode
 
 import qkeel
-from qkeel.patching.modes import FaultGuard
+from qkeel.patching.guards import (
+    FaultGuard,
+)
 
 
 class Gated(nn.Module):

@@ -10,7 +10,7 @@ from qkeel.records import (
     explain_field,
     names_and_units,
 )
-from qkeel.records.names_and_units import field_unit
+from qkeel.records.recorded_fields import field_unit
 
 TABLES = [
     table

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qkeel import apply
-from qkeel.sites.search import ModelTrace
+from qkeel.sites.site_search import ModelTrace
 
 
 def llama():

@@ -20,7 +20,7 @@ from qkeel import reference
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RefusedError
 from qkeel.nn import MLA, Attention
 from qkeel.nn.mla import LatentSizes
-from qkeel.remedies.change_norm import KINDS
+from qkeel.remedies.insert_norms import KINDS
 from qkeel.spec import (
     AttentionSpec,
     Fixed,

@@ -9,7 +9,7 @@ from tests.sites.models import SCALE, D, H, Heads, M, T
 from torch import nn
 
 from qkeel import find_sites
-from qkeel.sites import search, verify
+from qkeel.sites import verify
 
 
 def x():

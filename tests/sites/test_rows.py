@@ -12,7 +12,7 @@ from torch import nn
 
 from qkeel import find_sites
 from qkeel.sites import QKProduct, Tap
-from qkeel.sites.search import traced
+from qkeel.sites.site_search import traced
 from qkeel.sites.verify import Verification
 
 IDS = {id(case): name for name, case in CASES.items()}

@@ -13,7 +13,7 @@ from torch import nn
 from qkeel import find_sites
 from qkeel.capture.example import ModuleCall
 from qkeel.errors import QkeelWarning
-from qkeel.sites.alone import SAMPLES, TOKENS, parts_of_arguments
+from qkeel.sites.module_copy import SAMPLES, TOKENS, parts_of_arguments
 
 H, D, B, T = 2, 4, 6, 100
 # By model: the shape of the input, and whether there was a graph. A search puts back what a forward reaches itself.

@@ -38,11 +38,22 @@ from qkeel.metrics import (
     judged,
 )
 from qkeel.metrics.run_scalars import judged_as, judged_logits
-from qkeel.patching.forward import unwrapped
-from qkeel.patching.modes import FaultGuard, push_mode, take_off
+from qkeel.patching.forward import (
+    unwrapped,
+)
+from qkeel.patching.guards import (
+    FaultGuard,
+)
+from qkeel.patching.modes import (
+    push_mode,
+    take_off,
+)
 from qkeel.patching.roles import tensors_within
 from qkeel.records import RunDirectory
-from qkeel.sites.find import found_sites, site_label
+from qkeel.sites.find import (
+    found_sites,
+    site_label,
+)
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.tap import Tap, Visitor
 

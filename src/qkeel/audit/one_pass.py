@@ -17,12 +17,16 @@ from qkeel.audit.output_gates import GateMode
 from qkeel.capture.example import copied
 from qkeel.capture.intercept import CapturedCall
 from qkeel.patching.autograd import base_of, inputs_of, variable_of
-from qkeel.patching.forward import extra_pass
-from qkeel.patching.modes import function_name
+from qkeel.patching.forward import (
+    extra_pass,
+)
+from qkeel.patching.modes import (
+    function_name,
+)
 from qkeel.patching.roles import tensors_within
 from qkeel.sites import AttentionSite, HeadSlice
-from qkeel.sites.run import forward, spread
-from qkeel.sites.search import call_observer
+from qkeel.sites.search_passes import forward, spread
+from qkeel.sites.site_search import call_observer
 from qkeel.sites.trace import grouped
 
 _PRODUCTS = frozenset({"linear", "addmm", "matmul", "rmatmul", "mm", "einsum"})

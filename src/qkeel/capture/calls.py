@@ -41,7 +41,9 @@ from qkeel.kernels.statistics import (
     weight_rows,
 )
 from qkeel.metrics import ALARM_THRESHOLD
-from qkeel.patching.modes import in_vmap
+from qkeel.patching.torch_state import (
+    in_vmap,
+)
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import fields_of, make_call
 from qkeel.spec.slot import Params

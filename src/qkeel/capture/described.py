@@ -16,11 +16,15 @@ from torch import Tensor, nn
 
 from qkeel.capture.calls import fewest_keys
 from qkeel.errors import InvalidValueError, ShapeError, check
+from qkeel.patching.guards import (
+    Guarded,
+    in_this_thread,
+)
 from qkeel.patching.modes import (
     Args,
-    Guarded,
     Kwargs,
-    in_this_thread,
+)
+from qkeel.patching.torch_state import (
     recomputing,
 )
 from qkeel.spec import AttentionCall

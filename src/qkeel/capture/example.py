@@ -31,22 +31,26 @@ from qkeel.capture.contents import (
 from qkeel.capture.random_streams import RandomStreams
 from qkeel.capture.user_hooks import OutsideStores, hooks_held_back, is_of_library
 from qkeel.errors import InvalidTypeError
-from qkeel.patching.modes import (
-    TABLES,
-    Args,
-    Around,
+from qkeel.patching.guards import (
     Guarded,
+    in_this_thread,
+    unguarded,
+)
+from qkeel.patching.modes import (
+    Args,
     Kwargs,
+)
+from qkeel.patching.module_tables import (
+    TABLES,
+    Around,
     attributes_of,
     buffers_of,
     drop_hooks_after,
     hooks_after,
-    in_this_thread,
     modules_of,
     parameters_in,
     put_hooks,
     remove_hooks,
-    unguarded,
 )
 
 # The module that is currently running, tracked by forward hooks during a probe or a sampled forward pass.

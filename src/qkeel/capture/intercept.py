@@ -30,8 +30,8 @@ from qkeel.capture.calls import (
     known_keys,
 )
 from qkeel.capture.described import DescribedSite, DescribedSiteHooks
-from qkeel.capture.eager import EagerAttentionTracer, products_of
 from qkeel.capture.example import ModuleCall, ModuleStack
+from qkeel.capture.hand_written import EagerAttentionTracer, products_of
 from qkeel.capture.logsumexp import attention_with_logsumexp
 from qkeel.capture.named_attention import BY_NAME, hold_name_in
 from qkeel.capture.readers import (
@@ -63,21 +63,27 @@ from qkeel.functional.statistics import KernelRows
 from qkeel.nn import functional_attention
 from qkeel.nn.attention import SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_rows
+from qkeel.patching.guards import (
+    Guarded,
+    unguarded,
+)
 from qkeel.patching.modes import (
     ASKED,
     Args,
     Function,
-    Guarded,
     Kwargs,
     function_name,
-    in_vmap,
     push_mode,
+    take_off,
+)
+from qkeel.patching.module_tables import (
     put_hooks,
     remove_hooks,
+)
+from qkeel.patching.torch_state import (
+    in_vmap,
     running_frames,
-    take_off,
     transformed_now,
-    unguarded,
 )
 
 

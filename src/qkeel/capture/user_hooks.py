@@ -16,13 +16,15 @@ from torch import nn
 
 from qkeel.capture.contents import ObjectContents
 from qkeel.capture.readers import unobserved
-from qkeel.patching.modes import (
+from qkeel.patching.guards import (
+    idle,
+)
+from qkeel.patching.module_tables import (
     global_hooks,
     gradient_hooks,
     hook_tables,
     hooks_after,
     hooks_before,
-    idle,
     modules_of,
 )
 

@@ -17,18 +17,22 @@ from cyclopts import Parameter
 from qkeel.autopilot import named_policy
 from qkeel.cli.commands import OK
 from qkeel.cli.parameters import Switch, Unset
-from qkeel.cli.watched_program import (
+from qkeel.cli.program import (
     EXAMPLE,
-    TYPED,
-    Fix,
-    MessageWriter,
     Program,
-    WatchPlan,
-    WatchSession,
     execute,
     parse,
     prepare,
     under_torchrun,
+)
+from qkeel.cli.run_messages import (
+    TYPED,
+    Fix,
+    MessageWriter,
+)
+from qkeel.cli.watch_session import (
+    WatchPlan,
+    WatchSession,
 )
 from qkeel.errors import InvalidValueError
 from qkeel.integrations import sinks

@@ -16,7 +16,12 @@ from torch import distributed as torch_distributed
 from torch.distributed import PrefixStore
 
 from qkeel.errors import RefusedError, caution
-from qkeel.patching.modes import CollectiveMode, process_store
+from qkeel.patching.modes import (
+    CollectiveMode,
+)
+from qkeel.patching.sharded_models import (
+    process_store,
+)
 
 T = TypeVar("T")
 

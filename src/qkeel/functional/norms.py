@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qkeel.errors import InvalidTypeError
-from qkeel.patching.modes import with_tangents
+from qkeel.patching.torch_state import (
+    with_tangents,
+)
 
 # Device types.
 WITHOUT_FLOAT64 = frozenset({"mps"})

@@ -42,7 +42,9 @@ from qkeel.lab.config import RunConfig
 from qkeel.lab.tasks import Examples, Task
 from qkeel.monitor.logit_changes import change_between, frozen
 from qkeel.options import Json
-from qkeel.patching.modes import is_compiled
+from qkeel.patching.torch_state import (
+    is_compiled,
+)
 from qkeel.records import (
     STEP_FIELDS,
     HeadRecorder,

@@ -36,9 +36,15 @@ from qkeel.monitor.thresholds import (
     TOGETHER,
 )
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.forward import first_adapter
-from qkeel.sites.find import is_normed
-from qkeel.sites.site import APPLIED, AttentionSite, Sites
+from qkeel.patching.forward import (
+    first_adapter,
+)
+from qkeel.sites.site import (
+    APPLIED,
+    AttentionSite,
+    Sites,
+    is_normed,
+)
 
 # Rules that depend on the setting: the number format, the head width, and which norm was configured.
 

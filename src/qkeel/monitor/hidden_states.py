@@ -18,11 +18,13 @@ from qkeel.functional.norms import stream_statistics, wide
 from qkeel.handle import Handle
 from qkeel.monitor.numbers import Number, PassNumbers
 from qkeel.patching.autograd import is_wrapper
-from qkeel.patching.modes import (
+from qkeel.patching.guards import (
     Guarded,
+    beside_function_modes,
+)
+from qkeel.patching.module_tables import (
     Hook,
     ModuleTree,
-    beside_function_modes,
     put_hooks,
     remove_hooks,
 )

@@ -44,11 +44,22 @@ from qkeel.monitor.sinks import Sink
 from qkeel.monitor.step_vector import on_host
 from qkeel.monitor.token_classes import PassTokens
 from qkeel.monitor.watched_sites import WatchedSites
-from qkeel.patching.forward import owners, unwrapped
-from qkeel.patching.modes import FaultGuard, joined
+from qkeel.patching.forward import (
+    owners,
+    unwrapped,
+)
+from qkeel.patching.guards import (
+    FaultGuard,
+)
 from qkeel.patching.optimizers import StepHooks, steps_taken
 from qkeel.patching.roles import Phase
-from qkeel.sites.find import all_sites, within
+from qkeel.patching.sharded_models import (
+    joined,
+)
+from qkeel.sites.find import (
+    all_sites,
+    within,
+)
 from qkeel.sites.site import AttentionSite, Sites, UnrecognizedAttention
 from qkeel.sites.tap import Tap
 

@@ -34,7 +34,10 @@ from qkeel.monitor.token_classes import (
     PassTokens,
 )
 from qkeel.patching.optimizers import listed
-from qkeel.sites.find import named_models, sites_of_each
+from qkeel.sites.find import (
+    named_models,
+    sites_of_each,
+)
 
 K = TypeVar("K")
 _IN_BACKWARD = (

@@ -29,9 +29,11 @@ from qkeel.errors import (
     caution,
 )
 from qkeel.monitor.processes import ProcessGroup
-from qkeel.sites.find import own_sites
-from qkeel.sites.search import SiteSearch, unknown_site, unseen
+from qkeel.sites.find import (
+    own_sites,
+)
 from qkeel.sites.site import Sites, share
+from qkeel.sites.site_search import SiteSearch, unknown_site, unseen
 
 _FLAT = (
     "{} holds the model's weights in flat pieces, so what needs weights (their norms, gradients and updates) is left out; "

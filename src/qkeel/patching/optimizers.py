@@ -20,7 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from qkeel.errors import InvalidTypeError
 from qkeel.handle import Handle
-from qkeel.patching.modes import running_frames
+from qkeel.patching.torch_state import (
+    running_frames,
+)
 
 # Hooks on optimizer steps, and on the creation of optimizers, for which torch has no hook.
 

@@ -16,7 +16,7 @@ from qkeel.records.file_formats import (
     write_json,
     write_text,
 )
-from qkeel.records.names_and_units import (
+from qkeel.records.recorded_fields import (
     BLOCK_FIELDS,
     CLASS_FIELDS,
     EXTRAPOLATION_COLUMNS,

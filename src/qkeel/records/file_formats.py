@@ -25,7 +25,7 @@ from qkeel.errors import (
 )
 from qkeel.records import disk
 from qkeel.records.disk import read_file
-from qkeel.records.names_and_units import (
+from qkeel.records.recorded_fields import (
     BLOCK_FIELDS,
     LAYER_FIELDS,
     SINK_HEAD,

@@ -24,7 +24,7 @@ from qkeel.records.file_formats import (
     read_object,
     write_json,
 )
-from qkeel.records.names_and_units import LINEAR
+from qkeel.records.recorded_fields import LINEAR
 
 TYPES_EVENT = (
     "layer types"  # the name of events that correct the types in the run's description

@@ -18,10 +18,12 @@ from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
 from qkeel.options import Bound, Term, annotations, check_bound, checked
-from qkeel.patching.forward import extra_pass
+from qkeel.patching.forward import (
+    extra_pass,
+)
 from qkeel.remedies.optimizer_trials import check_one_optimizer, innermost
-from qkeel.sites.search import ModelTrace, seen
 from qkeel.sites.site import APPLIED, AttentionSite, HeadSlice
+from qkeel.sites.site_search import ModelTrace, seen
 
 #: Heads by site name; () for all heads of a site.
 HeadsBySite = tuple[tuple[str, tuple[int, ...]], ...]

@@ -12,12 +12,14 @@ from torch import nn
 from qkeel.capture.calls import HeadLayout, ScoresCall
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.handle import Handle
-from qkeel.patching.forward import forwards_of
+from qkeel.patching.module_forward import (
+    forwards_of,
+)
 from qkeel.remedies.added_parameters import change_parameters
 from qkeel.remedies.base import Target, module_name, where
 from qkeel.remedies.changed_call import ChangedCalls, PlacedChange, changed
-from qkeel.sites.search import run_once
 from qkeel.sites.site import AttentionSite
+from qkeel.sites.site_search import run_once
 from qkeel.sites.trace import is_product
 from qkeel.spec import AttentionSpec, InverseSqrt
 from qkeel.spec.logits import Scale

@@ -21,11 +21,20 @@ from qkeel.patching.forward import (
     in_extra_pass,
     joining,
 )
-from qkeel.patching.modes import Args, Kwargs, ModuleTree, unguarded
+from qkeel.patching.guards import (
+    unguarded,
+)
+from qkeel.patching.modes import (
+    Args,
+    Kwargs,
+)
+from qkeel.patching.module_tables import (
+    ModuleTree,
+)
 from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import Remedy, Target, active_on
-from qkeel.sites.search import call_observer
 from qkeel.sites.site import AttentionSite
+from qkeel.sites.site_search import call_observer
 
 # Passes before which the weights changed without a step of the remedy's optimizer. One is a loaded state or a
 # perturbation of the weights, as sharpness-aware steps make it; three are another optimizer's training.

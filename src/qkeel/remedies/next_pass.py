@@ -12,8 +12,14 @@ from torch.optim import Optimizer
 from qkeel.capture.example import ForwardArguments
 from qkeel.errors import QkeelError, RefusedError
 from qkeel.handle import Handle, State, compose
-from qkeel.patching.forward import ForwardPasses, joining, unwrapped
-from qkeel.patching.modes import unguarded
+from qkeel.patching.forward import (
+    ForwardPasses,
+    joining,
+    unwrapped,
+)
+from qkeel.patching.guards import (
+    unguarded,
+)
 from qkeel.patching.optimizers import (
     StepHooks,
     hooks_before_step,

@@ -13,11 +13,14 @@ from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.forward import InstanceForward, put_in_place
+from qkeel.patching.module_forward import (
+    InstanceForward,
+    put_in_place,
+)
 from qkeel.remedies.added_parameters import add_submodules
 from qkeel.remedies.base import Args, Kwargs, Remedy, Target, compose_all, where
-from qkeel.sites.search import traced
 from qkeel.sites.site import AttentionSite, HeadSlice
+from qkeel.sites.site_search import traced
 
 
 @final

@@ -8,8 +8,8 @@ from typing import final
 from qkeel.errors import InvalidValueError
 from qkeel.functional.logits import cosine_scale, qk_norm_init
 from qkeel.options import Count, checked
-from qkeel.remedies.change_norm import ChangeNorm, NormOptions
-from qkeel.remedies.change_spec import known_length
+from qkeel.remedies.insert_norms import ChangeNorm, NormOptions
+from qkeel.remedies.spec_remedy import known_length
 from qkeel.spec import Fixed, L2Norm, Learned, Sqrt
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import GainKind, GainNorm

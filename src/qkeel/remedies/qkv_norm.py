@@ -14,9 +14,9 @@ from qkeel.nn.attention import GAU, GAUBlock, SpecModule
 from qkeel.nn.decoder import Block
 from qkeel.nn.mla import MLA
 from qkeel.remedies.base import Target, compose_all
-from qkeel.remedies.change_norm import KINDS, ChangeNorm
-from qkeel.remedies.change_spec import ChangeSpec
+from qkeel.remedies.insert_norms import KINDS, ChangeNorm
 from qkeel.remedies.pre_norm_blocks import pre_norm_branches, swap
+from qkeel.remedies.spec_remedy import ChangeSpec
 from qkeel.sites.site import AttentionSite
 from qkeel.spec.norm import GainKind, GainNorm
 

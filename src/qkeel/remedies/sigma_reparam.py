@@ -15,14 +15,16 @@ from qkeel import distributed as dist
 from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle, compose
-from qkeel.patching.modes import (
+from qkeel.patching.module_tables import (
     parameters_of,
     pickle_by,
     put_first,
-    recomputing,
     set_class,
     state_without,
     submodules_of,
+)
+from qkeel.patching.torch_state import (
+    recomputing,
 )
 from qkeel.remedies.added_parameters import join
 from qkeel.remedies.base import Remedy, Target, compose_all, inside

@@ -3,7 +3,9 @@
 from qkeel.capture.calls import UnrecognizedAttention
 from qkeel.capture.described import Reading
 from qkeel.sites.description import describe
-from qkeel.sites.find import find_sites
+from qkeel.sites.find import (
+    find_sites,
+)
 from qkeel.sites.site import AttentionSite, HeadSlice, QKProduct, Sites
 from qkeel.sites.tap import Tap
 

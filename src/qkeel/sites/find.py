@@ -20,18 +20,21 @@ from qkeel.deprecation import Call, accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.nn.attention import GAU, Attention
 from qkeel.nn.mla import MLA
-from qkeel.patching.forward import unwrapped
+from qkeel.patching.forward import (
+    unwrapped,
+)
 from qkeel.patching.modes import (
-    WRAPPED_AS,
     Args,
     Kwargs,
+)
+from qkeel.patching.module_tables import (
+    WRAPPED_AS,
     buffers_of,
     modules_of,
     parameters_of,
 )
 from qkeel.sites.norms import spec_gains
-from qkeel.sites.run import SEARCH, spread, whole_weights
-from qkeel.sites.search import ModelTrace, traced
+from qkeel.sites.search_passes import SEARCH, spread, whole_weights
 from qkeel.sites.site import (
     AttentionSite,
     HeadSlice,
@@ -41,6 +44,7 @@ from qkeel.sites.site import (
     rows,
     within,
 )
+from qkeel.sites.site_search import ModelTrace, traced
 
 # Several models that are passed as one, such as the pipeline stages of one process. Each of them has a name.
 
@@ -339,11 +343,6 @@ def _with_values(model: nn.Module) -> nn.Module:
 # --- Sites of qkeel's own modules
 
 _OWN = (Attention, MLA, GAU)
-
-
-def is_normed(site: AttentionSite) -> bool:
-    """True if there is a norm on q or k between the weights and the logit."""
-    return site.normed or site.spec.norm.kind != "none"
 
 
 def own_sites(model: nn.Module) -> list[AttentionSite]:

@@ -25,13 +25,19 @@ from qkeel.kernels.logits import compiled as logit_pass
 from qkeel.kernels.statistics import CallRows, bounded_maxima
 from qkeel.nn import functional_attention
 from qkeel.nn.attention import Observer, RowObserver, SpecModule
-from qkeel.patching.forward import extra_of_another
+from qkeel.patching.forward import (
+    extra_of_another,
+)
+from qkeel.patching.guards import (
+    in_this_thread,
+)
 from qkeel.patching.modes import (
     Args,
     Function,
     Kwargs,
+)
+from qkeel.patching.module_tables import (
     ModuleTree,
-    in_this_thread,
 )
 from qkeel.sites.site import layer_of
 from qkeel.spec import AttentionCall

@@ -385,6 +385,11 @@ class AttentionSite:
         )
 
 
+def is_normed(site: AttentionSite) -> bool:
+    """True if there is a norm on q or k between the weights and the logit."""
+    return site.normed or site.spec.norm.kind != "none"
+
+
 def unique_slices(slices: Iterable[HeadSlice]) -> list[HeadSlice]:
     """The slices without repetitions. A fused projection holds q and k in one parameter, so rows are compared too."""
     unique: list[HeadSlice] = []

@@ -26,16 +26,25 @@ from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
 from qkeel.kernels.statistics import is_over, plain_rows
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.forward import ForwardPasses, extra_pass
+from qkeel.patching.forward import (
+    ForwardPasses,
+    extra_pass,
+)
+from qkeel.patching.guards import (
+    FaultGuard,
+)
 from qkeel.patching.modes import (
     Args,
-    FaultGuard,
     Kwargs,
+)
+from qkeel.patching.module_tables import (
     ModuleTree,
+)
+from qkeel.patching.roles import PassRole, Phase, inside_checkpoint
+from qkeel.patching.torch_state import (
     in_function_transform,
     is_fake,
 )
-from qkeel.patching.roles import PassRole, Phase, inside_checkpoint
 from qkeel.sites.observed_pass import (
     MeasureCall,
     MeasurePlain,

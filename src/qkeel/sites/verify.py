@@ -36,8 +36,8 @@ from torch import Tensor, nn
 
 from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen
-from qkeel.capture.eager import reached
 from qkeel.capture.example import ModuleCall, restored
+from qkeel.capture.hand_written import reached
 from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
 from qkeel.capture.readers import unobserved
 from qkeel.errors import RefusedError, caution
@@ -45,13 +45,15 @@ from qkeel.functional.norms import wide
 from qkeel.patching.autograd import nodes_of
 from qkeel.patching.modes import (
     CollectiveMode,
-    modules_of,
     push_mode,
-    submodules_of,
     take_off,
 )
+from qkeel.patching.module_tables import (
+    modules_of,
+    submodules_of,
+)
 from qkeel.sites.rows import half_codes
-from qkeel.sites.run import eagerly, forget_casts
+from qkeel.sites.search_passes import eagerly, forget_casts
 from qkeel.sites.site import AttentionSite, HeadSlice, unique_slices
 
 Weights = Mapping[str, Tensor]

@@ -23,7 +23,7 @@ from qkeel.errors import RunDirectoryError
 from qkeel.lab import Grid, RunConfig
 from qkeel.lab.studies import find_study
 from qkeel.records import EXTRAPOLATION_COLUMNS, TABLE_COLUMNS, read_json
-from qkeel.records.names_and_units import TASK_FIELDS
+from qkeel.records.recorded_fields import TASK_FIELDS
 from qkeel.remedies import canonical
 
 ROOT = HERE.parents[1]

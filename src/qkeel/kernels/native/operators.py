@@ -16,7 +16,11 @@ from torch import Tensor, nn
 
 from qkeel.errors import caution
 from qkeel.kernels.native.build import compiled
-from qkeel.patching.modes import below_autograd, constant_when_compiled, transformed
+from qkeel.patching.torch_state import (
+    below_autograd,
+    constant_when_compiled,
+    transformed,
+)
 
 # Dtypes that operators read; they compute in float32.
 STORED = (

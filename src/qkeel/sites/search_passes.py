@@ -14,14 +14,18 @@ from qkeel import distributed as dist
 from qkeel.capture.example import tensors
 from qkeel.errors import InvalidValueError
 from qkeel.patching.autograd import without_checkpoints
-from qkeel.patching.modes import (
-    Args,
+from qkeel.patching.guards import (
     DeferredError,
     Guarded,
+    unguarded,
+)
+from qkeel.patching.modes import (
+    Args,
     Kwargs,
+)
+from qkeel.patching.sharded_models import (
     gathered,
     running_stage,
-    unguarded,
 )
 
 SEARCH = "the search for attention in a model that is split across processes"

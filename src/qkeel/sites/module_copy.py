@@ -18,8 +18,11 @@ from qkeel.capture.example import GivenArguments, ModuleCall, tensors
 from qkeel.capture.readers import unobserved
 from qkeel.capture.user_hooks import is_of_library
 from qkeel.patching.autograd import is_wrapper
-from qkeel.patching.modes import CollectiveMode, without_modes
-from qkeel.sites.run import saving_unseen
+from qkeel.patching.modes import (
+    CollectiveMode,
+    without_modes,
+)
+from qkeel.sites.search_passes import saving_unseen
 from qkeel.sites.verify import refuse_collective
 
 # An attribute of copies. They hold weights of the model's until a garbage collection, and whoever looks through all live

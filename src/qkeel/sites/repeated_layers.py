@@ -23,10 +23,14 @@ from qkeel.capture.example import (
 )
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.capture.random_streams import RandomStreams
-from qkeel.patching.forward import extra_pass
-from qkeel.patching.modes import modules_of
-from qkeel.sites.alone import COPY_MARK, PartOfArguments, copy_of, hidden_states
-from qkeel.sites.run import forward
+from qkeel.patching.forward import (
+    extra_pass,
+)
+from qkeel.patching.module_tables import (
+    modules_of,
+)
+from qkeel.sites.module_copy import COPY_MARK, PartOfArguments, copy_of, hidden_states
+from qkeel.sites.search_passes import forward
 from qkeel.sites.site import AttentionSite, Sites, renamed, within
 from qkeel.sites.trace import PartTrace
 from qkeel.sites.verify import EnoughError, LogitReader, name_of_call

@@ -16,17 +16,15 @@ from qkeel.capture.intercept import CapturedCall
 from qkeel.errors import RefusedError, check_known
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
-from qkeel.patching.forward import put_in_place
-from qkeel.patching.modes import names_in_use, parameters_of
+from qkeel.patching.module_forward import (
+    put_in_place,
+)
+from qkeel.patching.module_tables import (
+    names_in_use,
+    parameters_of,
+)
 from qkeel.remedies.added_parameters import add_submodules
 from qkeel.remedies.base import Target, module_name, where
-from qkeel.remedies.change_spec import (
-    ChangeSpec,
-    refuse_heads,
-    refuse_norm,
-    refuse_scale,
-    refuse_unseen,
-)
 from qkeel.remedies.exchange import base_spec, exchange_calls, number
 from qkeel.remedies.head_norms import (
     SIDES,
@@ -36,9 +34,19 @@ from qkeel.remedies.head_norms import (
     heads_of,
 )
 from qkeel.remedies.processes import agreed
-from qkeel.sites.find import is_normed
-from qkeel.sites.search import call_observer, run_once, seen
-from qkeel.sites.site import AttentionSite, HeadSlice
+from qkeel.remedies.spec_remedy import (
+    ChangeSpec,
+    refuse_heads,
+    refuse_norm,
+    refuse_scale,
+    refuse_unseen,
+)
+from qkeel.sites.site import (
+    AttentionSite,
+    HeadSlice,
+    is_normed,
+)
+from qkeel.sites.site_search import call_observer, run_once, seen
 from qkeel.sites.trace import OperandNorms
 from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm
 from qkeel.spec.logits import Scale

@@ -41,17 +41,25 @@ from qkeel.errors import (
     RefusedError,
     caution,
 )
-from qkeel.patching.forward import extra_pass
-from qkeel.patching.modes import (
-    Args,
+from qkeel.patching.forward import (
+    extra_pass,
+)
+from qkeel.patching.guards import (
     DeferredError,
-    Kwargs,
-    modules_of,
-    uncompiled,
     unguarded,
 )
-from qkeel.sites.alike import KnownModule
-from qkeel.sites.alone import (
+from qkeel.patching.modes import (
+    Args,
+    Kwargs,
+)
+from qkeel.patching.module_tables import (
+    modules_of,
+)
+from qkeel.patching.torch_state import (
+    uncompiled,
+)
+from qkeel.sites.graph import names_of
+from qkeel.sites.module_copy import (
     TOKENS,
     PartOfArguments,
     PartOfModel,
@@ -59,9 +67,9 @@ from qkeel.sites.alone import (
     parts_of_arguments,
     unnoticed,
 )
-from qkeel.sites.graph import names_of
 from qkeel.sites.observed_pass import Places
-from qkeel.sites.run import check_devices, forward, spread, whole_weights
+from qkeel.sites.repeated_layers import KnownModule
+from qkeel.sites.search_passes import check_devices, forward, spread, whole_weights
 from qkeel.sites.site import (
     INDEX,
     AttentionSite,
