@@ -54,25 +54,19 @@ from qkeel.monitor.rules import (
     largest_logit,
     measured,
     outgrowing,
-    shifted_heads,
+    shifts,
 )
 from qkeel.monitor.sample import Sample
 from qkeel.monitor.token_classes import MaskSource
 from qkeel.monitor.watch import watch
 from qkeel.options import Count, Positive, build, lookup, parse, settle
-from qkeel.patching.forward import (
-    unwrapped,
-)
-from qkeel.patching.guards import (
-    FaultGuard,
-)
+from qkeel.patching.forward import unwrapped
+from qkeel.patching.guards import FaultGuard
 from qkeel.patching.optimizers import StepHooks, listed, stepping, when_hooks_are_done
 from qkeel.remedies import apply
 from qkeel.remedies import parse as parse_remedies
 from qkeel.remedies.optimizer_trials import innermost
-from qkeel.sites.find import (
-    find_sites,
-)
+from qkeel.sites.find import find_sites
 from qkeel.sites.site import AttentionSite
 
 __all__ = [
@@ -319,7 +313,10 @@ class _Step:
         assert logits is not None
         self.logits = logits[-1]
         spreads = measured(self.history, "logit_spread")[-1]
-        self.shifted = shifted_heads(self.history)
+        self.shifts = shifts(self.history)
+        # A clip to the threshold would leave these heads less than a nat between their keys.
+        largest = measured(self.history, "max_logit")[-1]
+        self.flattened = self.logits * ladder.threshold < largest
         self.word = WORDS["max_logit" if np.isnan(spreads).all() else "logit_spread"]
         self.active = active_actions(records.decisions, records.refused)
         numbered = enumerate(records.sites)
@@ -407,13 +404,16 @@ class _Step:
             if not heads:
                 continue
             refusals = []
-            shifted = sorted(x for x in heads if self.shifted[i, x] and not clipped)
+            signs = {head: self.shifts[i, head] for head in sorted(heads)}
+            # A clip flattens a head that a large constant lifts, and passes over those that one lowers.
+            lifted = [head for head in signs if self.flattened[i, head]]
+            is_lowered = set(signs.values()) == {-1}
+            is_shifted = not clipped and (bool(lifted) or is_lowered)
             for action in (Action.CLIP, Action.RATES):
                 refusal = self.records.refuses(action, site.name)
-                if action is Action.CLIP and shifted:
-                    refusal = (
-                        f"a constant decides on the largest logit of head {shifted[0]}"
-                    )
+                if action is Action.CLIP and is_shifted:
+                    head = (*lifted, *signs)[0]
+                    refusal = f"a constant decides on the largest logit of head {head}"
                 if refusal:
                     refusals.append(f"{action}: {refusal}")
                     continue

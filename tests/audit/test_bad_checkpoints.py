@@ -11,12 +11,7 @@ from safetensors.torch import save_file
 from audit.models import save
 from qkeel.audit import Geometry
 from qkeel.audit.scan import scan
-from qkeel.errors import (
-    DataError,
-    InvalidValueError,
-    RefusedError,
-    UnknownNameError,
-)
+from qkeel.errors import DataError, InvalidValueError, RefusedError, UnknownNameError
 from qkeel.safetensors_io import open_checkpoint
 
 

@@ -13,9 +13,7 @@ from qkeel.errors import (
     UnknownNameError,
 )
 from qkeel.nn import Decoder, DecoderConfig
-from qkeel.sites.find import (
-    find_sites,
-)
+from qkeel.sites.find import find_sites
 
 WATCH, CLIP, RATES, NONE = Action
 AT_ONCE = "ladder:threshold=20,patience=2"

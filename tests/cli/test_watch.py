@@ -283,7 +283,7 @@ def test_a_script_that_fails_keeps_what_was_measured_and_is_not_complete(
 
 @pytest.mark.parametrize(
     "place",
-    ["cli.watched_program.chains", "monitor.measure.StepNumbers.before"],
+    ["cli.model_finder.chains", "monitor.measure.StepNumbers.before"],
 )
 def test_a_fault_of_the_watcher_is_the_reason(place, tmp_path, here, monkeypatch):
     def fails(*_):
@@ -333,7 +333,7 @@ train(net, optimizer)
 def test_the_page_is_rewritten_while_the_script_runs_and_reloads_itself_until_the_end(
     tmp_path, here, monkeypatch
 ):
-    monkeypatch.setattr("qkeel.cli.watched_program.PAGE_SECONDS", 1e-3)
+    monkeypatch.setattr("qkeel.cli.run_messages.PAGE_SECONDS", 1e-3)
     text = "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=0.1))\n"
     script(
         tmp_path,
@@ -500,7 +500,7 @@ def test_the_end_of_a_run_tells_its_untrained_passes_and_the_scripts_remedy(
         in err
     )
     assert "\nqkeel: passes that were not trained: step 4 (untrained), max logit" in err
-    assert re.search(r"head \d, step \d, the largest of 3 measured\)", err)
+    assert re.search(r"head \d, step \d, the largest of 3 measured\b", err)
     page = (tmp_path / "qkeel-runs" / "train" / "report.html").read_text()
     assert "qk_clip:threshold=100 active" in page
 

@@ -14,10 +14,7 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 import qkeel
-from qkeel.cli.model_finder import (
-    ModelFinder,
-    chains,
-)
+from qkeel.cli.model_finder import ModelFinder, chains
 from qkeel.monitor.monitor import Monitor
 
 HOME = {}

@@ -7,11 +7,7 @@ import torch
 from tests.quick import one_in
 
 from qkeel.capture.calls import scores_stats
-from qkeel.functional.class_statistics import (
-    TokenClasses,
-    merge_classes,
-    norm_ratio,
-)
+from qkeel.functional.class_statistics import TokenClasses, merge_classes, norm_ratio
 from qkeel.kernels import statistics
 from qkeel.kernels.statistics import logit_stats
 from qkeel.reference import attend_call

@@ -19,9 +19,7 @@ import qkeel
 from qkeel.capture.readers import sdpa_arguments
 from qkeel.functional.statistics import ROW_FIELDS
 from qkeel.kernels import statistics
-from qkeel.patching.torch_state import (
-    flash_on_cpu,
-)
+from qkeel.patching.torch_state import flash_on_cpu
 
 LAYERS = (2, 4, 12)
 # The function itself: while a model is watched, another stands under its name.

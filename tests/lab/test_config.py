@@ -6,11 +6,7 @@ import math
 import pytest
 from tests.each_row import each_row
 
-from qkeel.errors import (
-    InvalidTypeError,
-    InvalidValueError,
-    UnknownNameError,
-)
+from qkeel.errors import InvalidTypeError, InvalidValueError, UnknownNameError
 from qkeel.lab import ModelConfig, RunConfig
 from qkeel.lab.config import with_values
 

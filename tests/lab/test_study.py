@@ -18,15 +18,7 @@ from qkeel.errors import (
     RunDirectoryError,
     UnknownNameError,
 )
-from qkeel.lab import (
-    Execution,
-    Grid,
-    checkpoint,
-    execute,
-    make_plan,
-    run_plan,
-    train,
-)
+from qkeel.lab import Execution, Grid, checkpoint, execute, make_plan, run_plan, train
 from qkeel.lab.executors import Job, work
 from qkeel.lab.plan import Primary
 from qkeel.lab.quick_demo import quick_demo

@@ -13,10 +13,7 @@ import torch
 from tests.lab.recorded import numbers, timeless
 from tests.quick import one_in
 
-from qkeel.errors import (
-    NonFiniteError,
-    RunDirectoryError,
-)
+from qkeel.errors import NonFiniteError, RunDirectoryError
 from qkeel.lab import RunConfig, Watcher, run
 from qkeel.lab.build_run import resolve, threads
 from qkeel.lab.checkpoint import RunState

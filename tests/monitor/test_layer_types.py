@@ -10,14 +10,7 @@ from torch import nn
 
 import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError, UnknownNameError
-from qkeel.monitor import (
-    Approach,
-    Ceiling,
-    EntropyCollapse,
-    History,
-    Outlook,
-    replay,
-)
+from qkeel.monitor import Approach, Ceiling, EntropyCollapse, History, Outlook, replay
 from qkeel.records import RunDirectory
 from qkeel.report.watched_runs import read_watched
 

@@ -7,11 +7,7 @@ import pytest
 from tests.each_row import each_row
 
 from qkeel.errors import InvalidValueError, ShapeError
-from qkeel.monitor import (
-    Sample,
-    sample_line,
-    sample_table,
-)
+from qkeel.monitor import Sample, sample_line, sample_table
 from qkeel.records import HEAD_FIELDS, fold_heads
 
 from .samples import LAYERS, sample

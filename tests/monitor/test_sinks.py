@@ -11,13 +11,7 @@ from torch import nn
 from qkeel import watch
 from qkeel.errors import InvalidTypeError, RunDirectoryError
 from qkeel.monitor import LoggingSink, RunDirectorySink, Severity
-from qkeel.records import (
-    HEAD_FIELDS,
-    RunDirectory,
-    RunStatus,
-    disk,
-    fresh_directory,
-)
+from qkeel.records import HEAD_FIELDS, RunDirectory, RunStatus, disk, fresh_directory
 
 from .samples import LAYERS, about, alarm, sample
 

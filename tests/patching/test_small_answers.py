@@ -6,15 +6,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from qkeel.patching.autograd import saved_factor
-from qkeel.patching.module_tables import (
-    gradient_hooks,
-    put_hooks,
-    remove_hooks,
-)
-from qkeel.patching.torch_state import (
-    transformed_now,
-    with_tangents,
-)
+from qkeel.patching.module_tables import gradient_hooks, put_hooks, remove_hooks
+from qkeel.patching.torch_state import transformed_now, with_tangents
 
 
 def test_the_first_factor_of_a_product_is_what_the_weight_multiplies():

@@ -14,9 +14,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode
 
 import qkeel
-from qkeel.patching.guards import (
-    FaultGuard,
-)
+from qkeel.patching.guards import FaultGuard
 
 
 class Gated(nn.Module):

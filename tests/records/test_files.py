@@ -16,12 +16,7 @@ from qkeel.records import (
     write_json,
     write_text,
 )
-from qkeel.records.disk import (
-    check_writable,
-    locked,
-    make_directory,
-    refuse_path,
-)
+from qkeel.records.disk import check_writable, locked, make_directory, refuse_path
 from qkeel.records.file_formats import read_toml
 
 

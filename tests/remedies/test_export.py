@@ -14,12 +14,7 @@ from tests.each_row import each_row
 
 import qkeel
 from qkeel.cli.app import main
-from qkeel.errors import (
-    DataError,
-    RefusedError,
-    RunDirectoryError,
-    UnknownNameError,
-)
+from qkeel.errors import DataError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.remedies.head_norms import HeadNorm
 from qkeel.remedies.retrofit import RetrofitConfig, convert, export, export_model
 

@@ -21,16 +21,7 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, Refuse
 from qkeel.nn import MLA, Attention
 from qkeel.nn.mla import LatentSizes
 from qkeel.remedies.insert_norms import KINDS
-from qkeel.spec import (
-    AttentionSpec,
-    Fixed,
-    L2Norm,
-    Learned,
-    LogN,
-    RMSNorm,
-    Rope,
-    Sqrt,
-)
+from qkeel.spec import AttentionSpec, Fixed, L2Norm, Learned, LogN, RMSNorm, Rope, Sqrt
 
 from .foreign import LAYOUTS, Hand, everything, example, hf, jolted, out
 from .models import (

@@ -8,13 +8,7 @@ import math
 import numpy as np
 
 from qkeel.metrics import collapsed
-from qkeel.records import (
-    RunDirectory,
-    append_line,
-    read_json,
-    write_json,
-    write_text,
-)
+from qkeel.records import RunDirectory, append_line, read_json, write_json, write_text
 
 REMEDIES = (
     "none",

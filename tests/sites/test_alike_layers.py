@@ -9,7 +9,7 @@ from tests.sites.models import SCALE, D, H, Heads, M, T
 from torch import nn
 
 from qkeel import find_sites
-from qkeel.sites import verify
+from qkeel.sites import site_search, verify
 
 
 def x():
@@ -61,13 +61,13 @@ def verified(sites):
 @pytest.mark.parametrize("heads", [2 * H])
 def test_of_eight_plain_layers_one_is_read_and_verified(heads, runs, monkeypatch):
     read = []
-    traced_part = search.traced_part
+    traced_part = site_search.traced_part
 
     def counted(part, *args, **kwargs):
         read.append(part)
         return traced_part(part, *args, **kwargs)
 
-    monkeypatch.setattr(search, "traced_part", counted)
+    monkeypatch.setattr(site_search, "traced_part", counted)
     torch.manual_seed(0)
     model = nn.Sequential(*(Joint(fused_causal, M, heads) for _ in range(8)))
     assert verified(find_sites(model, x())) == [True] * 8

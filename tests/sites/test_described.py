@@ -21,9 +21,7 @@ from qkeel.errors import (
     UnknownNameError,
 )
 from qkeel.functional.statistics import LogitStats
-from qkeel.patching.guards import (
-    FaultGuard,
-)
+from qkeel.patching.guards import FaultGuard
 from qkeel.sites import Reading, describe
 from qkeel.spec import AttentionSpec, RMSNorm
 

@@ -10,12 +10,8 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._dynamo.utils import counters
 
-from qkeel.patching.forward import (
-    ForwardPasses,
-)
-from qkeel.patching.guards import (
-    FaultGuard,
-)
+from qkeel.patching.forward import ForwardPasses
+from qkeel.patching.guards import FaultGuard
 
 
 class Half(nn.Module):

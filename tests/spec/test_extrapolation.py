@@ -3,11 +3,7 @@
 import pytest
 from tests.each_row import each_row
 
-from qkeel.errors import (
-    InvalidValueError,
-    RefusedError,
-    UnknownNameError,
-)
+from qkeel.errors import InvalidValueError, RefusedError, UnknownNameError
 from qkeel.spec import (
     NTK,
     PI,

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.sites import AttentionSite
-from qkeel.sites.find import (
-    found_sites,
-)
+from qkeel.sites.find import found_sites
 from qkeel.sites.site import HeadSlice
 from tools.foreign.reference import Call, Example, tensors
 

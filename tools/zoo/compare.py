@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from qkeel.capture.calls import HeadLayout, cat_heads, statistics
 from qkeel.capture.intercept import CapturedCall, CaptureMode
-from qkeel.sites.find import (
-    find_sites,
-)
+from qkeel.sites.find import find_sites
 from tools.zoo.build import build
 from tools.zoo.overrides import UNRETURNED
 from tools.zoo.reference import given_away

@@ -18,12 +18,7 @@ from qkeel.audit.output_gates import GateMode, shut_gates
 from qkeel.audit.saturation import saturated_heads, saturation_line
 from qkeel.audit.scan import Scan, ScanProgress, outlier_heads, scan
 from qkeel.audit.sees import check_sees
-from qkeel.audit.visibility import (
-    PackedTokens,
-    SeenKeys,
-    findings,
-    read_visibility,
-)
+from qkeel.audit.visibility import PackedTokens, SeenKeys, findings, read_visibility
 from qkeel.capture.calls import Seen
 from qkeel.capture.example import arguments, copied, undisturbed
 from qkeel.deprecation import accepts_earlier_calls
@@ -31,29 +26,14 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
 from qkeel.frames.run_verdict import judge_run, raised_alarms
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
-from qkeel.metrics import (
-    HARMFUL_LOGIT,
-    Health,
-    Status,
-    judged,
-)
+from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged
 from qkeel.metrics.run_scalars import judged_as, judged_logits
-from qkeel.patching.forward import (
-    unwrapped,
-)
-from qkeel.patching.guards import (
-    FaultGuard,
-)
-from qkeel.patching.modes import (
-    push_mode,
-    take_off,
-)
+from qkeel.patching.forward import unwrapped
+from qkeel.patching.guards import FaultGuard
+from qkeel.patching.modes import push_mode, take_off
 from qkeel.patching.roles import tensors_within
 from qkeel.records import RunDirectory
-from qkeel.sites.find import (
-    found_sites,
-    site_label,
-)
+from qkeel.sites.find import found_sites, site_label
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.tap import Tap, Visitor
 

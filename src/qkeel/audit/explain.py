@@ -25,14 +25,9 @@ from qkeel.capture.calls import ScoresCall
 from qkeel.capture.example import Arguments, arguments, undisturbed
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.forward import (
-    owners,
-    unwrapped,
-)
+from qkeel.patching.forward import owners, unwrapped
 from qkeel.sites import AttentionSite
-from qkeel.sites.find import (
-    found_sites,
-)
+from qkeel.sites.find import found_sites
 from qkeel.sites.tap import Tap
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import of_key

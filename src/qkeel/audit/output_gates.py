@@ -9,14 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from qkeel.patching.guards import (
-    Guarded,
-    unguarded,
-)
-from qkeel.patching.modes import (
-    ReadingMode,
-    function_name,
-)
+from qkeel.patching.guards import Guarded, unguarded
+from qkeel.patching.modes import ReadingMode, function_name
 
 # A head with a smaller mean gate is shut.
 SHUT = 0.05

@@ -31,14 +31,8 @@ from qkeel.capture.example import (
 from qkeel.capture.random_streams import RandomStreams
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, ShapeError
 from qkeel.metrics import Health, Status
-from qkeel.patching.forward import (
-    extra_pass,
-    unwrapped,
-)
-from qkeel.patching.modes import (
-    Args,
-    Kwargs,
-)
+from qkeel.patching.forward import extra_pass, unwrapped
+from qkeel.patching.modes import Args, Kwargs
 
 # Names of a decoder's tokens: any of its outputs may depend on any token of an encoder.
 OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds", "tgt")

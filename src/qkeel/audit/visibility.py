@@ -21,16 +21,9 @@ from qkeel.audit.saturation import LargestWeights
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import arguments, tensors
 from qkeel.capture.visible_pattern import visible_rows
-from qkeel.patching.forward import (
-    unwrapped,
-)
-from qkeel.patching.modes import (
-    Args,
-    Kwargs,
-)
-from qkeel.sites.find import (
-    site_label,
-)
+from qkeel.patching.forward import unwrapped
+from qkeel.patching.modes import Args, Kwargs
+from qkeel.sites.find import site_label
 from qkeel.sites.site import Sites
 from qkeel.sites.weights import blocks_of_weights, captured_calls, weights_shape
 

@@ -41,9 +41,7 @@ from qkeel.kernels.statistics import (
     weight_rows,
 )
 from qkeel.metrics import ALARM_THRESHOLD
-from qkeel.patching.torch_state import (
-    in_vmap,
-)
+from qkeel.patching.torch_state import in_vmap
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import fields_of, make_call
 from qkeel.spec.slot import Params

@@ -16,17 +16,9 @@ from torch import Tensor, nn
 
 from qkeel.capture.calls import fewest_keys
 from qkeel.errors import InvalidValueError, ShapeError, check
-from qkeel.patching.guards import (
-    Guarded,
-    in_this_thread,
-)
-from qkeel.patching.modes import (
-    Args,
-    Kwargs,
-)
-from qkeel.patching.torch_state import (
-    recomputing,
-)
+from qkeel.patching.guards import Guarded, in_this_thread
+from qkeel.patching.modes import Args, Kwargs
+from qkeel.patching.torch_state import recomputing
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import make_call
 

@@ -68,10 +68,7 @@ from qkeel.patching.autograd import (
     saved_factor,
     variable_of,
 )
-from qkeel.patching.modes import (
-    Args,
-    Kwargs,
-)
+from qkeel.patching.modes import Args, Kwargs
 from qkeel.spec.logits import Normalizer
 
 # A larger constant added to a sum of exponentials is more than a guard against 0 / 0.

@@ -63,10 +63,7 @@ from qkeel.functional.statistics import KernelRows
 from qkeel.nn import functional_attention
 from qkeel.nn.attention import SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_rows
-from qkeel.patching.guards import (
-    Guarded,
-    unguarded,
-)
+from qkeel.patching.guards import Guarded, unguarded
 from qkeel.patching.modes import (
     ASKED,
     Args,
@@ -76,15 +73,8 @@ from qkeel.patching.modes import (
     push_mode,
     take_off,
 )
-from qkeel.patching.module_tables import (
-    put_hooks,
-    remove_hooks,
-)
-from qkeel.patching.torch_state import (
-    in_vmap,
-    running_frames,
-    transformed_now,
-)
+from qkeel.patching.module_tables import put_hooks, remove_hooks
+from qkeel.patching.torch_state import in_vmap, running_frames, transformed_now
 
 
 class Search(Protocol):

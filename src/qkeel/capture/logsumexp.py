@@ -14,13 +14,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from qkeel.capture.readers import sdpa_arguments
-from qkeel.patching.modes import (
-    number_of_modes,
-)
-from qkeel.patching.torch_state import (
-    flash_on_cpu,
-    transformed_now,
-)
+from qkeel.patching.modes import number_of_modes
+from qkeel.patching.torch_state import flash_on_cpu, transformed_now
 
 _FLASH: int = SDPBackend.FLASH_ATTENTION.value
 _PLAIN = (Tensor, nn.Parameter)

@@ -28,10 +28,7 @@ from qkeel.capture.readers import (
     sdpa_arguments,
 )
 from qkeel.errors import caution
-from qkeel.patching.modes import (
-    number_of_modes,
-    only_reading_modes,
-)
+from qkeel.patching.modes import number_of_modes, only_reading_modes
 
 _ATEN = torch.ops.aten
 _FORWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu.default

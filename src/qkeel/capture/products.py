@@ -12,10 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkeel.patching.autograd import base_of
-from qkeel.patching.modes import (
-    Args,
-    Kwargs,
-)
+from qkeel.patching.modes import Args, Kwargs
 
 PRODUCTS = frozenset({"matmul", "mm", "bmm", "baddbmm", "einsum"})
 

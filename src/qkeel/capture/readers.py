@@ -21,24 +21,10 @@ from torch import Tensor
 
 from qkeel.capture.calls import HeadLayout, Seen, fewest_keys, flex_call, hides
 from qkeel.errors import QkeelError
-from qkeel.patching.function_code import (
-    ObservedCall,
-    exchange,
-    give_back,
-)
-from qkeel.patching.guards import (
-    Guarded,
-    unguarded,
-)
-from qkeel.patching.modes import (
-    Args,
-    Kwargs,
-    ReadingMode,
-    without_modes,
-)
-from qkeel.patching.torch_state import (
-    recomputing,
-)
+from qkeel.patching.function_code import ObservedCall, exchange, give_back
+from qkeel.patching.guards import Guarded, unguarded
+from qkeel.patching.modes import Args, Kwargs, ReadingMode, without_modes
+from qkeel.patching.torch_state import recomputing
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, NoCap, Softcap
 from qkeel.spec.call import band_call, make_call
 

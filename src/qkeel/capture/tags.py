@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from qkeel.capture.calls import ScoresCall
 from qkeel.capture.example import ModuleCall
 from qkeel.capture.products import Product
-from qkeel.patching.modes import (
-    Args,
-    Kwargs,
-)
+from qkeel.patching.modes import Args, Kwargs
 
 SCALES = frozenset({"mul", "multiply", "rmul", "div", "divide", "true_divide"})
 JOINS = frozenset({"cat", "concat"})

@@ -16,9 +16,7 @@ from torch import nn
 
 from qkeel.capture.contents import ObjectContents
 from qkeel.capture.readers import unobserved
-from qkeel.patching.guards import (
-    idle,
-)
+from qkeel.patching.guards import idle
 from qkeel.patching.module_tables import (
     global_hooks,
     gradient_hooks,

@@ -56,14 +56,7 @@ from qkeel.lab.execute import (
     run_plan,
 )
 from qkeel.lab.executors import Outcome, default_jobs
-from qkeel.lab.plan import (
-    Grid,
-    LongContexts,
-    Plan,
-    PlannedRun,
-    Study,
-    StudyOption,
-)
+from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun, Study, StudyOption
 from qkeel.lab.quick_demo import quick_demo
 from qkeel.lab.studies import MULTIMODAL_BASE, STUDIES
 from qkeel.lab.tuning import FOLDER, in_words, tuned_plan, tuning_plan

@@ -16,12 +16,8 @@ from torch import distributed as torch_distributed
 from torch.distributed import PrefixStore
 
 from qkeel.errors import RefusedError, caution
-from qkeel.patching.modes import (
-    CollectiveMode,
-)
-from qkeel.patching.sharded_models import (
-    process_store,
-)
+from qkeel.patching.modes import CollectiveMode
+from qkeel.patching.sharded_models import process_store
 
 T = TypeVar("T")
 

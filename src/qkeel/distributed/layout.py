@@ -15,9 +15,7 @@ from torch import distributed as torch_distributed
 
 from qkeel.distributed.agree import on, rank, world
 from qkeel.errors import RefusedError, unknown
-from qkeel.patching.sharded_models import (
-    fsdp1_kinds,
-)
+from qkeel.patching.sharded_models import fsdp1_kinds
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,12 +1,6 @@
 """Records as tables: frames of named columns, their conversion to pandas, CSV and Parquet, and figures."""
 
-from qkeel.frames.tables import (
-    Foreign,
-    Frame,
-    heads_frame,
-    layers_frame,
-    steps_frame,
-)
+from qkeel.frames.tables import Foreign, Frame, heads_frame, layers_frame, steps_frame
 
 __all__ = [
     "Foreign",

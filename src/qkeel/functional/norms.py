@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qkeel.errors import InvalidTypeError
-from qkeel.patching.torch_state import (
-    with_tangents,
-)
+from qkeel.patching.torch_state import with_tangents
 
 # Device types.
 WITHOUT_FLOAT64 = frozenset({"mps"})

@@ -13,9 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qkeel.errors import InvalidValueError, ShapeError
-from qkeel.patching.torch_state import (
-    with_tangents,
-)
+from qkeel.patching.torch_state import with_tangents
 
 # Rotary position embedding.
 

@@ -19,26 +19,15 @@ from torch.optim import Optimizer
 
 from qkeel.autopilot import Ladder, attach
 from qkeel.capture.random_streams import RandomStreams
-from qkeel.errors import (
-    QkeelError,
-    RefusedError,
-    RunDirectoryError,
-    caution,
-    needed,
-)
+from qkeel.errors import QkeelError, RefusedError, RunDirectoryError, caution, needed
 from qkeel.frames import Foreign
 from qkeel.integrations.watched_training import CALLBACK_CADENCE, Sinks, WatchedTraining
 from qkeel.monitor import Cadence, Rule
 from qkeel.monitor.token_classes import MaskSource
 from qkeel.nn import functional_attention
 from qkeel.ops import attention
-from qkeel.patching.modes import (
-    Kwargs,
-)
-from qkeel.patching.torch_state import (
-    constant_when_compiled,
-    running_frames,
-)
+from qkeel.patching.modes import Kwargs
+from qkeel.patching.torch_state import constant_when_compiled, running_frames
 from qkeel.records import layer_fields, write_bytes
 from qkeel.remedies.table import RemedySpec
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Sink, Softcap, Softmax

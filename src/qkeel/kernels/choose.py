@@ -18,9 +18,7 @@ from qkeel.kernels.attention.windowed import Windowed
 from qkeel.kernels.contract import Kernel, Refusal
 from qkeel.kernels.decoding.compiled import Decode
 from qkeel.options import lookup
-from qkeel.patching.torch_state import (
-    constant_when_compiled,
-)
+from qkeel.patching.torch_state import constant_when_compiled
 from qkeel.spec.call import AttentionCall
 
 KERNELS: dict[str, Kernel] = {

@@ -15,10 +15,7 @@ from torch import Tensor
 
 from qkeel.errors import caution
 from qkeel.kernels.native.operators import STORED, is_plain
-from qkeel.patching.torch_state import (
-    constant_when_compiled,
-    transformed,
-)
+from qkeel.patching.torch_state import constant_when_compiled, transformed
 
 _LOADING = threading.Lock()
 # Least compute capability, the first with bfloat16.

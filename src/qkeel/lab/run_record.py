@@ -42,9 +42,7 @@ from qkeel.lab.config import RunConfig
 from qkeel.lab.tasks import Examples, Task
 from qkeel.monitor.logit_changes import change_between, frozen
 from qkeel.options import Json
-from qkeel.patching.torch_state import (
-    is_compiled,
-)
+from qkeel.patching.torch_state import is_compiled
 from qkeel.records import (
     STEP_FIELDS,
     HeadRecorder,

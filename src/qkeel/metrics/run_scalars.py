@@ -208,18 +208,19 @@ def judged_logits(
     )
 
 
-def is_shifted(logits: np.ndarray, spreads: np.ndarray) -> np.ndarray:
-    """Returns where a constant decides on the largest logit of a head, so that a clip or a cap by its size would act on
-    the constant: it would flatten the head or do nothing. NaN where something was not measured is no such case.
+def shift_signs(logits: np.ndarray, spreads: np.ndarray) -> np.ndarray:
+    """Returns where a constant decides on the largest logit of a head: 1 where it lifts the logit, so that a clip or a cap
+    by its size would flatten the head, -1 where it lowers it, so that they would do nothing, and else 0, as where
+    something was not measured.
 
     Args:
         logits: the largest logits that enter the softmax, in nats.
         spreads: the spreads of the same heads, in nats.
 
-    >>> is_shifted(np.array([1200.0, 130.0, -800.0]), np.array([150.0, 150.0, 150.0])).tolist()
-    [True, False, True]
+    >>> shift_signs(np.array([1200.0, 130.0, -800.0]), np.array([150.0, 150.0, 150.0])).tolist()
+    [1, 0, -1]
     """
-    return (logits > 2 * spreads) | (logits < spreads / 4)
+    return (logits > 2 * spreads).astype(int) - (logits < spreads / 4)
 
 
 def judged_as(judged: float, logit: float, capped: float) -> str:

@@ -28,11 +28,7 @@ from qkeel.monitor.rules import (
     Saturation,
     Severity,
 )
-from qkeel.monitor.sample import (
-    Sample,
-    sample_line,
-    sample_table,
-)
+from qkeel.monitor.sample import Sample, sample_line, sample_table
 from qkeel.monitor.sinks import LoggingSink, RunDirectorySink, Sink
 from qkeel.monitor.token_classes import Classes
 

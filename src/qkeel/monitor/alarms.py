@@ -29,22 +29,10 @@ from qkeel.monitor.rules import (
     peak,
     trend,
 )
-from qkeel.monitor.thresholds import (
-    GAIN_FACTOR,
-    IDLE_TOLERANCE,
-    ROUNDING,
-    TOGETHER,
-)
+from qkeel.monitor.thresholds import GAIN_FACTOR, IDLE_TOLERANCE, ROUNDING, TOGETHER
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.forward import (
-    first_adapter,
-)
-from qkeel.sites.site import (
-    APPLIED,
-    AttentionSite,
-    Sites,
-    is_normed,
-)
+from qkeel.patching.forward import first_adapter
+from qkeel.sites.site import APPLIED, AttentionSite, Sites, is_normed
 
 # Rules that depend on the setting: the number format, the head width, and which norm was configured.
 

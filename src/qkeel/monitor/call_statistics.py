@@ -22,9 +22,7 @@ from qkeel.kernels.statistics import (
 from qkeel.monitor.alarms import Setting
 from qkeel.monitor.numbers import Number, PassNumbers, Reduction
 from qkeel.monitor.token_classes import PassTokens
-from qkeel.patching.guards import (
-    beside_function_modes,
-)
+from qkeel.patching.guards import beside_function_modes
 from qkeel.sites.site import AttentionSite, Kind
 from qkeel.spec import AttentionCall, Sink
 

@@ -13,12 +13,8 @@ from qkeel.audit.output_gates import shut_gates
 from qkeel.audit.visibility import PackedTokens, SeenKeys, findings, seen_keys
 from qkeel.capture.calls import Seen
 from qkeel.errors import caution
-from qkeel.patching.guards import (
-    FaultGuard,
-)
-from qkeel.sites.find import (
-    site_label,
-)
+from qkeel.patching.guards import FaultGuard
+from qkeel.sites.find import site_label
 from qkeel.sites.site import Sites
 
 _OFF = "looking at what queries see failed and is left out: {}. The model is watched all the same"

@@ -14,9 +14,7 @@ from qkeel.distributed.sharding import local_block
 from qkeel.functional.norms import wide
 from qkeel.monitor.numbers import Number, NumberKey, Numbers
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.guards import (
-    without_gradients,
-)
+from qkeel.patching.guards import without_gradients
 from qkeel.sites.site import AttentionSite, NormGain
 from qkeel.spec.slot import ParameterSizes, Params
 

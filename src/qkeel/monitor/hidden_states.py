@@ -14,20 +14,12 @@ from torch import Tensor, nn
 from qkeel import distributed as dist
 from qkeel.capture.example import ModuleCall, tensors
 from qkeel.errors import caution
-from qkeel.functional.norms import stream_statistics, wide
+from qkeel.functional.norms import stream_statistics
 from qkeel.handle import Handle
 from qkeel.monitor.numbers import Number, PassNumbers
 from qkeel.patching.autograd import is_wrapper
-from qkeel.patching.guards import (
-    Guarded,
-    beside_function_modes,
-)
-from qkeel.patching.module_tables import (
-    Hook,
-    ModuleTree,
-    put_hooks,
-    remove_hooks,
-)
+from qkeel.patching.guards import Guarded, beside_function_modes
+from qkeel.patching.module_tables import Hook, ModuleTree, put_hooks, remove_hooks
 from qkeel.records import BLOCK_FIELDS
 
 NO_BLOCKS = (
@@ -39,8 +31,12 @@ NO_BLOCKS = (
 # A hook before or after the forward of a module.
 _Look = Callable[..., None]
 # Others, such as float8, have no sums. Those of finite numbers in half precision may overflow in it.
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SUMMED = {dtype: wide(dtype) for dtype in _FLOATS}
+SUMMED = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}
 
 
 @final

@@ -28,18 +28,11 @@ from qkeel.monitor.sparse_attention import SparseAttention
 from qkeel.monitor.token_classes import PassTokens
 from qkeel.monitor.watched_sites import WatchedSites
 from qkeel.monitor.weight_norms import StepSpectra, WeightNorms
-from qkeel.patching.guards import (
-    Guarded,
-)
+from qkeel.patching.guards import Guarded
 from qkeel.patching.losses import ReturnedScalar
-from qkeel.patching.modes import (
-    push_mode,
-    take_off,
-)
+from qkeel.patching.modes import push_mode, take_off
 from qkeel.patching.roles import Phase
-from qkeel.sites.find import (
-    within,
-)
+from qkeel.sites.find import within
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.tap import Tap, Visitor
 

@@ -33,33 +33,17 @@ from qkeel.monitor.numbers import Number, NumberKey, Stats
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.recorder import PendingStep, Recorder
 from qkeel.monitor.rules import Alarm, Rule, Severity
-from qkeel.monitor.sample import (
-    Sample,
-    about,
-    coverage,
-    sample_table,
-    shown_samples,
-)
+from qkeel.monitor.sample import Sample, about, coverage, sample_table, shown_samples
 from qkeel.monitor.sinks import Sink
 from qkeel.monitor.step_vector import on_host
 from qkeel.monitor.token_classes import PassTokens
 from qkeel.monitor.watched_sites import WatchedSites
-from qkeel.patching.forward import (
-    owners,
-    unwrapped,
-)
-from qkeel.patching.guards import (
-    FaultGuard,
-)
+from qkeel.patching.forward import owners, unwrapped
+from qkeel.patching.guards import FaultGuard
 from qkeel.patching.optimizers import StepHooks, steps_taken
 from qkeel.patching.roles import Phase
-from qkeel.patching.sharded_models import (
-    joined,
-)
-from qkeel.sites.find import (
-    all_sites,
-    within,
-)
+from qkeel.patching.sharded_models import joined
+from qkeel.sites.find import all_sites, within
 from qkeel.sites.site import AttentionSite, Sites, UnrecognizedAttention
 from qkeel.sites.tap import Tap
 

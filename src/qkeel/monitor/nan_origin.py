@@ -33,13 +33,8 @@ from qkeel.monitor.finite_stages import (
     place_of_row,
     weights_not_finite,
 )
-from qkeel.patching.forward import (
-    ForwardPasses,
-    extra_pass,
-)
-from qkeel.patching.guards import (
-    FaultGuard,
-)
+from qkeel.patching.forward import ForwardPasses, extra_pass
+from qkeel.patching.guards import FaultGuard
 from qkeel.patching.roles import tensors_within
 from qkeel.sites.weights import captured_calls
 

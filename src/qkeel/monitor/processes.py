@@ -31,10 +31,7 @@ from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.monitor.numbers import Numbers, Stats
 from qkeel.monitor.sample import site_facts
 from qkeel.monitor.step_vector import StepVector, flatten, vector_of
-from qkeel.patching.sharded_models import (
-    process_store,
-    running_stage,
-)
+from qkeel.patching.sharded_models import process_store, running_stage
 from qkeel.records import MONITOR_EXTREMES, MONITOR_FIELDS
 from qkeel.sites.site import AttentionSite
 

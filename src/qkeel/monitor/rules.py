@@ -15,7 +15,7 @@ from typing import final
 import numpy as np
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
-from qkeel.metrics.run_scalars import is_shifted, judged_logits
+from qkeel.metrics.run_scalars import judged_logits, shift_signs
 from qkeel.monitor import thresholds
 from qkeel.monitor.finite_stages import (
     LOGITS,
@@ -155,8 +155,9 @@ class Rule(abc.ABC):
         if at is not None and at.name in WORDS:
             if limit is not None:
                 meaning += f", with {limit.remedy} active"
-            if at.head is not None and shifted_heads(history)[at.layer, at.head]:
-                remedy = _beside_a_constant(remedy)
+            sign = 0 if at.head is None else shifts(history)[at.layer, at.head]
+            if sign:
+                remedy = _beside_a_constant(remedy, sign)
         return Alarm(
             rule=self.name,
             severity=self.severity,
@@ -305,18 +306,18 @@ def judged_series(history: History) -> np.ndarray | None:
     return judged_logits(logits, *same)
 
 
-def shifted_heads(history: History) -> np.ndarray:
-    """Returns [layers heads], whose largest logit in the last record is decided by a constant; see `is_shifted`."""
+def shifts(history: History) -> np.ndarray:
+    """Returns [layers heads], where a constant decides on the largest logit in the last record; see `shift_signs`."""
     spreads = judged_series(history)
     logits, capped = map(history.series, ("max_logit", "capped_max_logit"))
     assert spreads is not None
     assert logits is not None
     if np.isnan(measured(history, "logit_spread")[-1]).all():
-        return np.zeros(spreads.shape[1:], dtype=bool)
-    return is_shifted(judged_logits(logits, capped)[-1], spreads[-1])
+        return np.zeros(spreads.shape[1:], dtype=int)
+    return shift_signs(judged_logits(logits, capped)[-1], spreads[-1])
 
 
-def _beside_a_constant(remedy: str) -> str:
+def _beside_a_constant(remedy: str, sign: int) -> str:
     """The line for a head whose largest logit is decided by a constant: lower rates of its weights in place of a clip,
     or of the optimizer where its steps are not scaled."""
     spec = re.search(r'"[^"]*(?:qk_clip|softcap)[^"]*"', remedy)
@@ -324,7 +325,12 @@ def _beside_a_constant(remedy: str) -> str:
         return remedy
     is_scaled = "matched" in spec.group() or "lalr" in spec.group()
     line = remedy.replace(spec.group(), '"lalr:tau=0.1"') if is_scaled else LOWER_RATE
-    return f"{line}  # a clip or cap would act on the constant that makes up its largest logit"
+    why = (
+        "would act on the constant that makes up its largest logit"
+        if sign > 0
+        else "would not act, as its largest logit is low"
+    )
+    return f"{line}  # a clip or cap {why}"
 
 
 def largest_logit(

@@ -33,9 +33,7 @@ from qkeel.records import (
     measured_field,
 )
 from qkeel.records.run_directory import made_on
-from qkeel.sites.find import (
-    site_label,
-)
+from qkeel.sites.find import site_label
 from qkeel.sites.site import APPLIED, AttentionSite, UnrecognizedAttention
 from qkeel.version import VERSION
 

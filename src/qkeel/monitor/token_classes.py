@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.errors import InvalidTypeError, InvalidValueError, caution
 from qkeel.functional.class_statistics import TokenClasses, check_classes, one_hot
-from qkeel.patching.forward import (
-    unwrapped,
-)
+from qkeel.patching.forward import unwrapped
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import of_key, with_query_mask
 

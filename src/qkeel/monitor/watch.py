@@ -27,17 +27,9 @@ from qkeel.monitor.monitor import Monitor, watched
 from qkeel.monitor.rules import Rule
 from qkeel.monitor.sinks import RunDirectorySink, Sink
 from qkeel.monitor.sinks import sinks as named_sinks
-from qkeel.monitor.token_classes import (
-    Classes,
-    ClassSource,
-    MaskSource,
-    PassTokens,
-)
+from qkeel.monitor.token_classes import Classes, ClassSource, MaskSource, PassTokens
 from qkeel.patching.optimizers import listed
-from qkeel.sites.find import (
-    named_models,
-    sites_of_each,
-)
+from qkeel.sites.find import named_models, sites_of_each
 
 K = TypeVar("K")
 _IN_BACKWARD = (

@@ -22,16 +22,9 @@ from qkeel.capture.visible_pattern import (
     visible_digest,
     visible_pattern,
 )
-from qkeel.errors import (
-    NoAttentionError,
-    QkeelError,
-    RefusedError,
-    caution,
-)
+from qkeel.errors import NoAttentionError, QkeelError, RefusedError, caution
 from qkeel.monitor.processes import ProcessGroup
-from qkeel.sites.find import (
-    own_sites,
-)
+from qkeel.sites.find import own_sites
 from qkeel.sites.site import Sites, share
 from qkeel.sites.site_search import SiteSearch, unknown_site, unseen
 

@@ -18,12 +18,8 @@ from qkeel.functional.bounds import interaction_norm, spectrum, step_products
 from qkeel.functional.norms import wide, widest
 from qkeel.monitor.numbers import Number, NumberKey, Numbers
 from qkeel.patching.autograd import is_wrapper
-from qkeel.patching.guards import (
-    without_gradients,
-)
-from qkeel.patching.module_tables import (
-    ModuleTree,
-)
+from qkeel.patching.guards import without_gradients
+from qkeel.patching.module_tables import ModuleTree
 from qkeel.sites.site import AttentionSite, HeadSlice, NormGain
 
 # Entries of the weights of sites that are read as one tensor: 16 MB in float32.

@@ -30,9 +30,7 @@ from qkeel.kernels.choose import KERNELS, choose
 from qkeel.kernels.norm_rope.encode import encoded
 from qkeel.kernels.statistics import logit_stats
 from qkeel.options import lookup
-from qkeel.patching.module_tables import (
-    hooks_before,
-)
+from qkeel.patching.module_tables import hooks_before
 from qkeel.spec import AttentionCall, AttentionSpec, preset
 from qkeel.spec.call import Visibility
 from qkeel.spec.presets import attention_spec, scale_advice

@@ -17,9 +17,7 @@ from qkeel.kernels.attention.compiled import Native
 from qkeel.kernels.choose import choose
 from qkeel.kernels.decoding.compiled import Decode
 from qkeel.kernels.native.operators import is_plain
-from qkeel.patching.modes import (
-    Kwargs,
-)
+from qkeel.patching.modes import Kwargs
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.logits import Fixed

@@ -13,9 +13,7 @@ import torch
 from torch._C import _len_torch_dispatch_stack
 
 from qkeel.errors import QkeelError, caution
-from qkeel.patching.modes import (
-    outside_checkpoints,
-)
+from qkeel.patching.modes import outside_checkpoints
 
 # Guards around everything that qkeel calls during training, so that its errors do not disturb the training.
 

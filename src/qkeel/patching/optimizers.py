@@ -20,9 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from qkeel.errors import InvalidTypeError
 from qkeel.handle import Handle
-from qkeel.patching.torch_state import (
-    running_frames,
-)
+from qkeel.patching.torch_state import running_frames
 
 # Hooks on optimizer steps, and on the creation of optimizers, for which torch has no hook.
 
@@ -51,8 +49,10 @@ def listed(optimizer: object) -> list[Optimizer]:
             )
         inner = entry
         # Fabric's wrapper is of the optimizer's class, and has the optimizer as a property; DeepSpeed's is no Optimizer.
+        # Both hold groups of parameters, which a scheduler, that has an optimizer too, does not.
         while inner is not None and not _is_stepped(inner):
-            inner = getattr(inner, "optimizer", None)
+            has_groups = getattr(inner, "param_groups", None) is not None
+            inner = getattr(inner, "optimizer", None) if has_groups else None
         if inner is None and not isinstance(entry, Optimizer):
             raise InvalidTypeError(
                 f"expected a torch.optim.Optimizer or a list of them, got {type(entry).__name__}"

@@ -16,13 +16,8 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
-from qkeel.patching.module_tables import (
-    modules_of,
-)
-from qkeel.patching.torch_state import (
-    running_frames,
-    transformed_now,
-)
+from qkeel.patching.module_tables import modules_of
+from qkeel.patching.torch_state import running_frames, transformed_now
 
 # Of passes that are trained, and of passes that are not.
 Phase = Literal["train", "eval"]

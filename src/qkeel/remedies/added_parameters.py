@@ -10,14 +10,8 @@ from torch.optim import Optimizer
 
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle
-from qkeel.patching.module_tables import (
-    names_in_use,
-    parameters_of,
-    submodules_of,
-)
-from qkeel.patching.sharded_models import (
-    shard_alike,
-)
+from qkeel.patching.module_tables import names_in_use, parameters_of, submodules_of
+from qkeel.patching.sharded_models import shard_alike
 from qkeel.remedies.base import Target, inside, module_name
 from qkeel.remedies.optimizer_trials import ParamGroup, optimizer_like
 from qkeel.sites.site import AttentionSite

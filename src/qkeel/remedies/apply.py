@@ -13,10 +13,7 @@ from qkeel.capture.example import ForwardArguments
 from qkeel.deprecation import Call, accepts_earlier_calls
 from qkeel.handle import Handle
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.forward import (
-    owners,
-    unwrapped,
-)
+from qkeel.patching.forward import owners, unwrapped
 from qkeel.patching.optimizers import listed
 from qkeel.remedies.active import active_remedies, forget
 from qkeel.remedies.apply_now import apply_now

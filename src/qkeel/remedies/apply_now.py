@@ -15,14 +15,9 @@ from qkeel import distributed as dist
 from qkeel.capture.example import arguments
 from qkeel.errors import AlreadyAppliedError, RefusedError
 from qkeel.handle import Handle
-from qkeel.patching.forward import (
-    first_adapter,
-    unwrapped,
-)
+from qkeel.patching.forward import first_adapter, unwrapped
 from qkeel.patching.optimizers import listed
-from qkeel.patching.torch_state import (
-    compile_again,
-)
+from qkeel.patching.torch_state import compile_again
 from qkeel.remedies.active import active_remedies, drop, record
 from qkeel.remedies.base import (
     NoRemedy,
@@ -49,13 +44,7 @@ from qkeel.remedies.processes import (
 from qkeel.remedies.step_remedy import StepRemedy
 from qkeel.remedies.untrained_parameters import notice_untrained
 from qkeel.remedies.weights_in_use import check_weights_in_use
-from qkeel.sites.find import (
-    Models,
-    found_sites,
-    named_models,
-    of_each,
-    sites_of_each,
-)
+from qkeel.sites.find import Models, found_sites, named_models, of_each, sites_of_each
 from qkeel.sites.site import AttentionSite, Sites
 from qkeel.sites.site_search import ModelTrace, run_once
 

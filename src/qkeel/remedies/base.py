@@ -18,9 +18,7 @@ from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
 from qkeel.options import Bound, Term, annotations, check_bound, checked
-from qkeel.patching.forward import (
-    extra_pass,
-)
+from qkeel.patching.forward import extra_pass
 from qkeel.remedies.optimizer_trials import check_one_optimizer, innermost
 from qkeel.sites.site import APPLIED, AttentionSite, HeadSlice
 from qkeel.sites.site_search import ModelTrace, seen

@@ -25,17 +25,9 @@ from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
 from qkeel.nn import functional_attention
 from qkeel.ops import run, run_with_weights
-from qkeel.patching.module_forward import (
-    InstanceForward,
-    put_in_place,
-    take_out,
-)
-from qkeel.patching.module_tables import (
-    hooks_before,
-)
-from qkeel.patching.torch_state import (
-    compile_again,
-)
+from qkeel.patching.module_forward import InstanceForward, put_in_place, take_out
+from qkeel.patching.module_tables import hooks_before
+from qkeel.patching.torch_state import compile_again
 from qkeel.remedies.base import Args, Kwargs
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import AttentionCall, make_call

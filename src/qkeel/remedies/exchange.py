@@ -12,9 +12,7 @@ from torch import nn
 from qkeel.capture.calls import HeadLayout, ScoresCall
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.handle import Handle
-from qkeel.patching.module_forward import (
-    forwards_of,
-)
+from qkeel.patching.module_forward import forwards_of
 from qkeel.remedies.added_parameters import change_parameters
 from qkeel.remedies.base import Target, module_name, where
 from qkeel.remedies.changed_call import ChangedCalls, PlacedChange, changed

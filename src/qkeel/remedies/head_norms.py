@@ -18,9 +18,7 @@ from torch.overrides import TorchFunctionMode
 from qkeel import distributed as dist
 from qkeel.errors import RefusedError
 from qkeel.patching.autograd import mark_as_norm
-from qkeel.patching.module_forward import (
-    InstanceForward,
-)
+from qkeel.patching.module_forward import InstanceForward
 from qkeel.remedies.base import Args, Kwargs, module_name, unconfirmed
 from qkeel.remedies.spec_remedy import refuse_heads
 from qkeel.sites.site import AttentionSite, HeadSlice

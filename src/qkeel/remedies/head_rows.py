@@ -11,11 +11,7 @@ from torch import Tensor
 
 from qkeel import distributed as dist
 from qkeel.functional.norms import wide
-from qkeel.patching.torch_state import (
-    copy_to_all,
-    lerp_all_in_place,
-    multiply_all,
-)
+from qkeel.patching.torch_state import copy_to_all, lerp_all_in_place, multiply_all
 from qkeel.sites.site import HeadSlice
 
 

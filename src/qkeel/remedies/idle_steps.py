@@ -15,22 +15,10 @@ from qkeel.errors import caution
 from qkeel.handle import Handle, compose
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.autograd import writes_to
-from qkeel.patching.forward import (
-    DormantHook,
-    ForwardPasses,
-    in_extra_pass,
-    joining,
-)
-from qkeel.patching.guards import (
-    unguarded,
-)
-from qkeel.patching.modes import (
-    Args,
-    Kwargs,
-)
-from qkeel.patching.module_tables import (
-    ModuleTree,
-)
+from qkeel.patching.forward import DormantHook, ForwardPasses, in_extra_pass, joining
+from qkeel.patching.guards import unguarded
+from qkeel.patching.modes import Args, Kwargs
+from qkeel.patching.module_tables import ModuleTree
 from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import Remedy, Target, active_on
 from qkeel.sites.site import AttentionSite

@@ -16,13 +16,8 @@ from qkeel.capture.intercept import CapturedCall
 from qkeel.errors import RefusedError, check_known
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
-from qkeel.patching.module_forward import (
-    put_in_place,
-)
-from qkeel.patching.module_tables import (
-    names_in_use,
-    parameters_of,
-)
+from qkeel.patching.module_forward import put_in_place
+from qkeel.patching.module_tables import names_in_use, parameters_of
 from qkeel.remedies.added_parameters import add_submodules
 from qkeel.remedies.base import Target, module_name, where
 from qkeel.remedies.exchange import base_spec, exchange_calls, number
@@ -41,11 +36,7 @@ from qkeel.remedies.spec_remedy import (
     refuse_scale,
     refuse_unseen,
 )
-from qkeel.sites.site import (
-    AttentionSite,
-    HeadSlice,
-    is_normed,
-)
+from qkeel.sites.site import AttentionSite, HeadSlice, is_normed
 from qkeel.sites.site_search import call_observer, run_once, seen
 from qkeel.sites.trace import OperandNorms
 from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm

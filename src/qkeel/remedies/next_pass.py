@@ -12,20 +12,9 @@ from torch.optim import Optimizer
 from qkeel.capture.example import ForwardArguments
 from qkeel.errors import QkeelError, RefusedError
 from qkeel.handle import Handle, State, compose
-from qkeel.patching.forward import (
-    ForwardPasses,
-    joining,
-    unwrapped,
-)
-from qkeel.patching.guards import (
-    unguarded,
-)
-from qkeel.patching.optimizers import (
-    StepHooks,
-    hooks_before_step,
-    listed,
-    stepping,
-)
+from qkeel.patching.forward import ForwardPasses, joining, unwrapped
+from qkeel.patching.guards import unguarded
+from qkeel.patching.optimizers import StepHooks, hooks_before_step, listed, stepping
 from qkeel.remedies.apply_now import GIVE_BATCH, apply_now
 from qkeel.remedies.base import Remedy
 from qkeel.remedies.optimizer_trials import innermost

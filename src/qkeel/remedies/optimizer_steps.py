@@ -11,9 +11,7 @@ from torch.optim import Optimizer
 
 from qkeel.handle import Handle, compose
 from qkeel.patching.optimizers import before_change, go_first, in_real_steps
-from qkeel.patching.torch_state import (
-    multiply_all,
-)
+from qkeel.patching.torch_state import multiply_all
 from qkeel.remedies.head_rows import HeadRows
 from qkeel.remedies.head_weights import HeadWeights, found_inf
 from qkeel.remedies.optimizer_trials import ParamGroup

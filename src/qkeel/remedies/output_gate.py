@@ -13,10 +13,7 @@ from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.module_forward import (
-    InstanceForward,
-    put_in_place,
-)
+from qkeel.patching.module_forward import InstanceForward, put_in_place
 from qkeel.remedies.added_parameters import add_submodules
 from qkeel.remedies.base import Args, Kwargs, Remedy, Target, compose_all, where
 from qkeel.sites.site import AttentionSite, HeadSlice

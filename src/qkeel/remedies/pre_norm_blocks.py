@@ -15,9 +15,7 @@ from qkeel.capture.example import tensors
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.nn.decoder import Block, NormOrder
-from qkeel.patching.module_tables import (
-    submodules_of,
-)
+from qkeel.patching.module_tables import submodules_of
 from qkeel.remedies.base import Target, evaluating, module_name, where
 from qkeel.sites.site import AttentionSite
 

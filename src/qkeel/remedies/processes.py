@@ -15,9 +15,7 @@ from qkeel import distributed as dist
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle
 from qkeel.patching.optimizers import go_first, in_real_steps
-from qkeel.patching.torch_state import (
-    is_compiled,
-)
+from qkeel.patching.torch_state import is_compiled
 from qkeel.remedies.base import Remedy, Target, where
 from qkeel.sites.site import AttentionSite
 

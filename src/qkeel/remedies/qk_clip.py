@@ -20,13 +20,8 @@ from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
 from qkeel.kernels.statistics import plain_max_stats, stats_of_rows
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.forward import (
-    ForwardPasses,
-)
-from qkeel.patching.guards import (
-    FaultGuard,
-    unguarded,
-)
+from qkeel.patching.forward import ForwardPasses
+from qkeel.patching.guards import FaultGuard, unguarded
 from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import HeadsBySite, Target, active_at, where
 from qkeel.remedies.head_rows import HeadRows, Share

@@ -16,9 +16,7 @@ from qkeel.functional.bounds import spectral_norm
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
-from qkeel.patching.module_tables import (
-    parameters_of,
-)
+from qkeel.patching.module_tables import parameters_of
 from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import Target, inside, where
 from qkeel.remedies.head_weights import HeadWeights, found_inf

@@ -23,9 +23,7 @@ from qkeel.patching.module_tables import (
     state_without,
     submodules_of,
 )
-from qkeel.patching.torch_state import (
-    recomputing,
-)
+from qkeel.patching.torch_state import recomputing
 from qkeel.remedies.added_parameters import join
 from qkeel.remedies.base import Remedy, Target, compose_all, inside
 

@@ -18,10 +18,7 @@ from qkeel.remedies.added_parameters import change_parameters
 from qkeel.remedies.base import Remedy, Target, compose_all
 from qkeel.remedies.changed_call import PlacedChange, changed
 from qkeel.remedies.exchange import exchange_calls
-from qkeel.sites.site import (
-    AttentionSite,
-    is_normed,
-)
+from qkeel.sites.site import AttentionSite, is_normed
 from qkeel.spec import AttentionSpec, InverseSqrt
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import Norm

@@ -7,14 +7,9 @@ from typing import ClassVar
 
 from qkeel.errors import InvalidValueError, check_known
 from qkeel.kernels.contract import Refusal
-from qkeel.patching.module_tables import (
-    submodules_of,
-)
+from qkeel.patching.module_tables import submodules_of
 from qkeel.remedies.base import HeadsBySite, Remedy, quantised, where
-from qkeel.sites.site import (
-    AttentionSite,
-    is_normed,
-)
+from qkeel.sites.site import AttentionSite, is_normed
 
 UNDOES_MATCHED_STEPS = Refusal(
     "lalr raises the rates as a clip shrinks the weights, which undoes matched steps",

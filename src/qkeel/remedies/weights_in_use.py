@@ -6,9 +6,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from qkeel.errors import RefusedError
-from qkeel.patching.module_tables import (
-    hooks_before,
-)
+from qkeel.patching.module_tables import hooks_before
 from qkeel.remedies.base import Target
 from qkeel.remedies.sigma_reparam import stored
 from qkeel.remedies.step_remedy import StepRemedy

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from qkeel.capture.described import Description, Reading, arranged
 from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
-from qkeel.patching.module_tables import (
-    parameters_of,
-)
+from qkeel.patching.module_tables import parameters_of
 from qkeel.sites.site import AttentionSite, HeadSlice, QKProduct
 from qkeel.spec import AttentionSpec
 

@@ -20,13 +20,8 @@ from qkeel.deprecation import Call, accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.nn.attention import GAU, Attention
 from qkeel.nn.mla import MLA
-from qkeel.patching.forward import (
-    unwrapped,
-)
-from qkeel.patching.modes import (
-    Args,
-    Kwargs,
-)
+from qkeel.patching.forward import unwrapped
+from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import (
     WRAPPED_AS,
     buffers_of,

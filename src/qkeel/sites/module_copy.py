@@ -18,10 +18,7 @@ from qkeel.capture.example import GivenArguments, ModuleCall, tensors
 from qkeel.capture.readers import unobserved
 from qkeel.capture.user_hooks import is_of_library
 from qkeel.patching.autograd import is_wrapper
-from qkeel.patching.modes import (
-    CollectiveMode,
-    without_modes,
-)
+from qkeel.patching.modes import CollectiveMode, without_modes
 from qkeel.sites.search_passes import saving_unseen
 from qkeel.sites.verify import refuse_collective
 

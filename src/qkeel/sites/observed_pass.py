@@ -12,12 +12,7 @@ from torch.nn import functional as F
 
 from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics
 from qkeel.capture.example import ModuleCall
-from qkeel.capture.intercept import (
-    CapturedCall,
-    CaptureMode,
-    PlainCall,
-    Search,
-)
+from qkeel.capture.intercept import CapturedCall, CaptureMode, PlainCall, Search
 from qkeel.capture.named_attention import BY_NAME
 from qkeel.capture.readers import FLASH_AND_FLEX, SDPA
 from qkeel.functional.statistics import KernelRows, LogitStats
@@ -25,20 +20,10 @@ from qkeel.kernels.logits import compiled as logit_pass
 from qkeel.kernels.statistics import CallRows, bounded_maxima
 from qkeel.nn import functional_attention
 from qkeel.nn.attention import Observer, RowObserver, SpecModule
-from qkeel.patching.forward import (
-    extra_of_another,
-)
-from qkeel.patching.guards import (
-    in_this_thread,
-)
-from qkeel.patching.modes import (
-    Args,
-    Function,
-    Kwargs,
-)
-from qkeel.patching.module_tables import (
-    ModuleTree,
-)
+from qkeel.patching.forward import extra_of_another
+from qkeel.patching.guards import in_this_thread
+from qkeel.patching.modes import Args, Function, Kwargs
+from qkeel.patching.module_tables import ModuleTree
 from qkeel.sites.site import layer_of
 from qkeel.spec import AttentionCall
 

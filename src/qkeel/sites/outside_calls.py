@@ -10,20 +10,11 @@ from torch import nn
 
 from qkeel.errors import caution
 from qkeel.handle import Handle
-from qkeel.patching.forward import (
-    DormantHook,
-    ForwardPasses,
-)
-from qkeel.patching.guards import (
-    Guarded,
-)
+from qkeel.patching.forward import DormantHook, ForwardPasses
+from qkeel.patching.guards import Guarded
 from qkeel.patching.roles import PassRole
-from qkeel.patching.sharded_models import (
-    inferring_shapes,
-)
-from qkeel.patching.torch_state import (
-    recomputing,
-)
+from qkeel.patching.sharded_models import inferring_shapes
+from qkeel.patching.torch_state import recomputing
 from qkeel.sites.site import AttentionSite
 
 # Programs that call a part of the model do so in each step, so hooks on every layer need not stay.

@@ -16,19 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.capture.calls import ScoresCall
-from qkeel.capture.example import (
-    ModuleCall,
-    mapped,
-    undisturbed,
-)
+from qkeel.capture.example import ModuleCall, mapped, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.capture.random_streams import RandomStreams
-from qkeel.patching.forward import (
-    extra_pass,
-)
-from qkeel.patching.module_tables import (
-    modules_of,
-)
+from qkeel.patching.forward import extra_pass
+from qkeel.patching.module_tables import modules_of
 from qkeel.sites.module_copy import COPY_MARK, PartOfArguments, copy_of, hidden_states
 from qkeel.sites.search_passes import forward
 from qkeel.sites.site import AttentionSite, Sites, renamed, within

@@ -14,19 +14,9 @@ from qkeel import distributed as dist
 from qkeel.capture.example import tensors
 from qkeel.errors import InvalidValueError
 from qkeel.patching.autograd import without_checkpoints
-from qkeel.patching.guards import (
-    DeferredError,
-    Guarded,
-    unguarded,
-)
-from qkeel.patching.modes import (
-    Args,
-    Kwargs,
-)
-from qkeel.patching.sharded_models import (
-    gathered,
-    running_stage,
-)
+from qkeel.patching.guards import DeferredError, Guarded, unguarded
+from qkeel.patching.modes import Args, Kwargs
+from qkeel.patching.sharded_models import gathered, running_stage
 
 SEARCH = "the search for attention in a model that is split across processes"
 

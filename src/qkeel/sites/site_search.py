@@ -41,23 +41,11 @@ from qkeel.errors import (
     RefusedError,
     caution,
 )
-from qkeel.patching.forward import (
-    extra_pass,
-)
-from qkeel.patching.guards import (
-    DeferredError,
-    unguarded,
-)
-from qkeel.patching.modes import (
-    Args,
-    Kwargs,
-)
-from qkeel.patching.module_tables import (
-    modules_of,
-)
-from qkeel.patching.torch_state import (
-    uncompiled,
-)
+from qkeel.patching.forward import extra_pass
+from qkeel.patching.guards import DeferredError, unguarded
+from qkeel.patching.modes import Args, Kwargs
+from qkeel.patching.module_tables import modules_of
+from qkeel.patching.torch_state import uncompiled
 from qkeel.sites.graph import names_of
 from qkeel.sites.module_copy import (
     TOKENS,

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 
 from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics, statistics
-from qkeel.capture.example import (
-    LastPass,
-    copied,
-    tensors,
-    undisturbed,
-)
+from qkeel.capture.example import LastPass, copied, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode, Search
 from qkeel.capture.named_attention import CompiledBounds
 from qkeel.capture.random_streams import RandomStreams
@@ -26,25 +21,12 @@ from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
 from qkeel.kernels.statistics import is_over, plain_rows
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.forward import (
-    ForwardPasses,
-    extra_pass,
-)
-from qkeel.patching.guards import (
-    FaultGuard,
-)
-from qkeel.patching.modes import (
-    Args,
-    Kwargs,
-)
-from qkeel.patching.module_tables import (
-    ModuleTree,
-)
+from qkeel.patching.forward import ForwardPasses, extra_pass
+from qkeel.patching.guards import FaultGuard
+from qkeel.patching.modes import Args, Kwargs
+from qkeel.patching.module_tables import ModuleTree
 from qkeel.patching.roles import PassRole, Phase, inside_checkpoint
-from qkeel.patching.torch_state import (
-    in_function_transform,
-    is_fake,
-)
+from qkeel.patching.torch_state import in_function_transform, is_fake
 from qkeel.sites.observed_pass import (
     MeasureCall,
     MeasurePlain,

@@ -17,31 +17,19 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkeel.capture.calls import ScoresCall, fewest_keys, key_heads
-from qkeel.capture.example import (
-    Caller,
-    ModuleCall,
-    undisturbed,
-)
+from qkeel.capture.example import Caller, ModuleCall, undisturbed
 from qkeel.capture.hand_written import is_projected, reached
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.capture.user_hooks import hooks_held_back
 from qkeel.capture.visible_pattern import KeyOrigin
 from qkeel.functional.norms import unrounded, widest
 from qkeel.patching.autograd import nodes_of, variable_of
-from qkeel.patching.forward import (
-    extra_pass,
-)
-from qkeel.patching.modes import (
-    Args,
-    Kwargs,
-)
+from qkeel.patching.forward import extra_pass
+from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.graph import leaves_of, names_of
 from qkeel.sites.norms import seen_gains
 from qkeel.sites.rows import UnknownRowsError, layout_of, side, sides, sum_terms
-from qkeel.sites.search_passes import (
-    forget_casts,
-    forward,
-)
+from qkeel.sites.search_passes import forget_casts, forward
 from qkeel.sites.site import (
     INDEX,
     AttentionSite,

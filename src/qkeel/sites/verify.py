@@ -43,15 +43,8 @@ from qkeel.capture.readers import unobserved
 from qkeel.errors import RefusedError, caution
 from qkeel.functional.norms import wide
 from qkeel.patching.autograd import nodes_of
-from qkeel.patching.modes import (
-    CollectiveMode,
-    push_mode,
-    take_off,
-)
-from qkeel.patching.module_tables import (
-    modules_of,
-    submodules_of,
-)
+from qkeel.patching.modes import CollectiveMode, push_mode, take_off
+from qkeel.patching.module_tables import modules_of, submodules_of
 from qkeel.sites.rows import half_codes
 from qkeel.sites.search_passes import eagerly, forget_casts
 from qkeel.sites.site import AttentionSite, HeadSlice, unique_slices

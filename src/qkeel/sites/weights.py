@@ -14,12 +14,8 @@ from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import arguments, undisturbed
 from qkeel.errors import NoAttentionError
 from qkeel.functional.norms import wide
-from qkeel.patching.forward import (
-    unwrapped,
-)
-from qkeel.sites.find import (
-    found_sites,
-)
+from qkeel.patching.forward import unwrapped
+from qkeel.sites.find import found_sites
 from qkeel.sites.site import Sites
 from qkeel.sites.tap import Tap
 

@@ -14,13 +14,7 @@ from qkeel.capture.calls import flex_call
 from qkeel.functional.statistics import TENSORS
 from qkeel.kernels.logits import compiled as logit_pass
 from qkeel.kernels.statistics import logit_stats, max_stats
-from qkeel.spec import (
-    AttentionSpec,
-    NoPosition,
-    SlidingWindow,
-    Softcap,
-    Softpick,
-)
+from qkeel.spec import AttentionSpec, NoPosition, SlidingWindow, Softcap, Softpick
 from qkeel.spec.call import band_call, make_call, with_query_mask
 
 pytestmark = pytest.mark.usefixtures("library")

@@ -14,13 +14,7 @@ from qkeel.kernels import gpu as available
 from qkeel.kernels import statistics
 from qkeel.kernels.logits import gpu, triton_row_fields
 from qkeel.kernels.statistics import logit_stats, max_stats
-from qkeel.spec import (
-    ALiBi,
-    AttentionSpec,
-    Fixed,
-    Sink,
-    Softcap,
-)
+from qkeel.spec import ALiBi, AttentionSpec, Fixed, Sink, Softcap
 from qkeel.spec.call import band_call, make_call
 
 # Of numpy, which multiplies for the interpreter.

@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from qkeel.kernels.contract import Kernel, Refusal, average, row_blocks, without_pairs
-from qkeel.patching.torch_state import (
-    transformed,
-)
+from qkeel.patching.torch_state import transformed
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.slot import Outputs
 

@@ -21,10 +21,7 @@ from torch.nn.attention.flex_attention import (
 
 from qkeel.kernels.contract import Kernel, Refusal
 from qkeel.kernels.norm_rope.encode import folded
-from qkeel.patching.torch_state import (
-    transformed,
-    with_tangents,
-)
+from qkeel.patching.torch_state import transformed, with_tangents
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.logits import Cap
 from qkeel.spec.slot import Outputs, PerRow

@@ -14,9 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from qkeel.kernels.contract import Kernel, Refusal, row_blocks, without_pairs
 from qkeel.kernels.norm_rope.encode import folded
-from qkeel.patching.torch_state import (
-    with_tangents,
-)
+from qkeel.patching.torch_state import with_tangents
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.slot import Outputs
 

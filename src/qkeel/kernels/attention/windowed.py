@@ -14,11 +14,7 @@ from torch.nn.functional import pad
 from qkeel.errors import RefusedError
 from qkeel.kernels.contract import Kernel, Refusal
 from qkeel.kernels.norm_rope.encode import dense
-from qkeel.patching.torch_state import (
-    flash_on_cpu,
-    flash_on_cpu_backward,
-    transformed,
-)
+from qkeel.patching.torch_state import flash_on_cpu, flash_on_cpu_backward, transformed
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.position import rerope
 from qkeel.spec.slot import Outputs

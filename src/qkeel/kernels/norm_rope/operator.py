@@ -20,9 +20,7 @@ from qkeel.kernels.native.operators import (
     ready,
     refuse_second_derivative,
 )
-from qkeel.patching.torch_state import (
-    below_autograd,
-)
+from qkeel.patching.torch_state import below_autograd
 
 # The kind of a call: a norm, plus WHOLE for a norm over all heads of a token, plus INTERLEAVED for pairs x_2i and
 # x_{2i+1} in place of x_i and x_{i+half}. The C++ operators know the norms alone.

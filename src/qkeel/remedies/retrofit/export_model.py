@@ -30,9 +30,7 @@ from qkeel.errors import (
     reported,
 )
 from qkeel.functional.norms import widest
-from qkeel.patching.forward import (
-    unwrapped,
-)
+from qkeel.patching.forward import unwrapped
 from qkeel.records.file_formats import write_json
 from qkeel.remedies.apply import active_remedies
 from qkeel.remedies.head_norms import HeadNorm

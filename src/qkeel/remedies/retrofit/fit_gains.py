@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.module_tables import (
-    parameters_of,
-    submodules_of,
-)
+from qkeel.patching.module_tables import parameters_of, submodules_of
 from qkeel.remedies.base import where
 from qkeel.remedies.head_norms import HeadNorm
 from qkeel.sites.site import AttentionSite

@@ -12,19 +12,13 @@ from torch import Tensor, nn
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.functional.norms import widest
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.forward import (
-    unwrapped,
-)
-from qkeel.patching.module_tables import (
-    parameters_of,
-)
+from qkeel.patching.forward import unwrapped
+from qkeel.patching.module_tables import parameters_of
 from qkeel.remedies.apply import forget
 from qkeel.remedies.base import where
 from qkeel.remedies.sigma_reparam import SigmaReparam, fold_layer, stored
 from qkeel.remedies.spec_remedy import settle
-from qkeel.sites.find import (
-    find_sites,
-)
+from qkeel.sites.find import find_sites
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import InverseSqrt, NoNorm
 from qkeel.spec.norm import Norm

@@ -16,10 +16,7 @@ from qkeel.capture.example import arguments
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, RefusedError, check
 from qkeel.handle import Handle
-from qkeel.patching.forward import (
-    extra_pass,
-    unwrapped,
-)
+from qkeel.patching.forward import extra_pass, unwrapped
 from qkeel.remedies.apply import apply, parse
 from qkeel.remedies.base import evaluating
 from qkeel.remedies.qk_norm import QKNorm
@@ -27,9 +24,7 @@ from qkeel.remedies.retrofit.balance import Balance
 from qkeel.remedies.retrofit.fit_gains import Best, InsertedNorm, descend
 from qkeel.remedies.retrofit.outputs import Reference, by_name, held_out, predictions
 from qkeel.remedies.retrofit.report import RetrofitReport
-from qkeel.sites.find import (
-    find_sites,
-)
+from qkeel.sites.find import find_sites
 
 
 @final

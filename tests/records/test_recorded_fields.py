@@ -8,13 +8,13 @@ from qkeel.records import (
     STEP_FIELDS,
     TABLE_COLUMNS,
     explain_field,
-    names_and_units,
+    recorded_fields,
 )
 from qkeel.records.recorded_fields import field_unit
 
 TABLES = [
     table
-    for name, table in vars(names_and_units).items()
+    for name, table in vars(recorded_fields).items()
     if name.endswith(("_FIELDS", "_COLUMNS", "_EXTREMES"))
 ]
 
