@@ -180,7 +180,8 @@ def zero_stage(model: nn.Module) -> int:
 def hides_weights(model: nn.Module) -> str:
     """Returns what holds a model's weights in flat pieces between its passes, in which no rows of heads can be read:
     FullyShardedDataParallel, or stage 3 of DeepSpeed's ZeRO; otherwise ""."""
-    if _around(model, *fsdp1_kinds()):
+    # Without a process group there is no wrapper, and all objects of the process need not be searched.
+    if on() and _around(model, *fsdp1_kinds()):
         return "FullyShardedDataParallel (FSDP1)"
     return "DeepSpeed's ZeRO, stage 3," if zero_stage(model) == 3 else ""
 
