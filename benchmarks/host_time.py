@@ -15,17 +15,15 @@ with itself shows what the method finds where there is nothing to find.
 Calls of Python functions and operators of torch come out the same on every machine. What a search for attention takes,
 in `find_sites` and `apply`, is given in plain steps of the same model, with the number of its forward passes.
 
-python -m benchmarks.host_time [--only llama] [--seconds 200] [--parts 'watch(stats="max")'] [--searches]
+python -m benchmarks.host_time [--only llama] [--seconds 200] [--searches]
 """
 
 from __future__ import annotations
 
-import cProfile
 import functools
 import importlib.util
 import itertools
 import json
-import pstats
 import statistics
 import sys
 import tempfile
@@ -520,46 +518,6 @@ def print_searches(title: str, found: Mapping[str, Mapping[str, float]]) -> None
         )
 
 
-# The parts of a step that is watched, by the file in src/qkeel and the function that begins them.
-PARTS = {
-    "a pass begins": ("patching/forward.py", "_enter"),
-    "a pass ends": ("patching/forward.py", "_leave"),
-    "calls of attention, with their own time": ("capture/intercept.py", "take"),
-    "statistics of calls": ("sites/tap.py", "_plain"),
-    "statistics of rows, for all sites": ("capture/calls.py", "_reduce"),
-    "hidden states": ("monitor/hidden_states.py", "end"),
-    "weights and gradients": ("monitor/measure.py", "_read_weights"),
-    "the step ends": ("monitor/monitor.py", "_after_step"),
-    "to the host": ("monitor/step_vector.py", "alone"),
-    "from there": ("monitor/step_vector.py", "wait"),
-    "record, rules and sinks": ("monitor/recorder.py", "_record"),
-    "rules": ("monitor/alarms.py", "update"),
-    "qk_clip after the step": ("remedies/qk_clip.py", "after_step"),
-}
-
-
-def parts(case: Case) -> dict[str, float]:
-    """Returns, in per cent of a step under Python's profiler, what each part takes; parts lie in one another."""
-    profile = cProfile.Profile()
-    with case.watched():
-        profile.enable()
-        for _ in range(4 * STEPS):
-            case.step()
-        profile.disable()
-    stats = pstats.Stats(profile)
-    rows = stats.stats  # type: ignore[attr-defined]
-    whole = max(row[3] for (_, _, name), row in rows.items() if name == "step")
-    found = {}
-    for part, (file, function) in PARTS.items():
-        taken = sum(
-            row[3]
-            for (path, _, name), row in rows.items()
-            if path.endswith(file) and name == function
-        )
-        found[part] = 100 * taken / whole
-    return found
-
-
 def show(title: str, found: Mapping[str, Mapping[str, Any]]) -> None:
     """Prints a table of `per_layer`."""
     plain = statistics.median(row["plain_ms"] for row in found.values())
@@ -616,11 +574,6 @@ def main(arguments: list[str] | None = None) -> None:
             "action": "store_true",
             "help": "all cases, not only those with goals and the peers",
         },
-        "--parts": {
-            "default": "",
-            "metavar": "CASE",
-            "help": "the parts of a step in this case; nothing written",
-        },
         "--layers": {"default": "2,8,32", "help": "numbers of layers"},
         "--add": {
             "action": "store_true",
@@ -648,15 +601,6 @@ def main(arguments: list[str] | None = None) -> None:
         }
     if bench.toy:
         known = dict([*known.items()][:1])
-    if options.parts:
-        for name, model in known.items():
-            for layers in sizes:
-                shares = parts(Case(model, layers, WATCHERS[options.parts]))
-                bench.numbers(
-                    f"{name}, {layers} layers, {options.parts}: per cent of a step",
-                    shares,
-                )
-        return
     if options.searches:
         for name, model in known.items():
             for layers in sizes:

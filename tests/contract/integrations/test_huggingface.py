@@ -13,7 +13,11 @@ import pytest
 import torch
 
 from qkeel import apply, load
-from qkeel.errors import InvalidValueError, QkeelWarning, UnknownNameError
+from qkeel.errors import (
+    InvalidValueError,
+    QkeelWarning,
+    UnknownNameError,
+)
 from qkeel.monitor import LogSpaced
 
 transformers = pytest.importorskip("transformers")
