@@ -177,7 +177,9 @@ def test_the_wrappers_of_a_model_are_those_that_hold_it():
     assert id(other) in {id(wrapper) for wrapper in wrappers(nn.Sequential(other))}
 
 
-def test_only_the_first_version_of_fsdp_flattens_parameters():
+def test_only_the_first_version_of_fsdp_flattens_parameters(monkeypatch):
+    # A wrapper is made in a process group, without which nobody looks for one.
+    monkeypatch.setattr("qkeel.distributed.layout.on", lambda: True)
     model = nn.Linear(2, 2)
     outer = around(DistributedDataParallel, model)
     assert hides_weights(model) == hides_weights(outer) == ""
