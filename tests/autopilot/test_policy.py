@@ -34,13 +34,18 @@ def decided(
     refused=(),
     entropy=None,
     capped=None,
+    spread=None,
     lr=None,
 ):
     """The decisions on logits [n layers heads], a record a step."""
     recording, decisions = Recording([s.name for s in sites]), list[Decision]()
     for step, record in enumerate(logits):
         heads = {"max_logit": np.asarray(record, dtype=float)}
-        for name, series in (("entropy", entropy), ("capped_max_logit", capped)):
+        for name, series in (
+            ("entropy", entropy),
+            ("capped_max_logit", capped),
+            ("logit_spread", spread),
+        ):
             if series is not None:
                 heads[name] = np.asarray(series[step], dtype=float)
         rate = 0.1 if lr is None else lr[step]
@@ -111,6 +116,25 @@ def test_logits_are_judged_as_they_enter_the_softmax():
     assert {d.action for d in decided(logits, capped=20 * np.tanh(logits / 200))} == {
         WATCH
     }
+
+
+@pytest.mark.parametrize(
+    ("largest", "action"),
+    [
+        ((3.0, 60.0), CLIP),
+        ((3.0, 120.0), CLIP),  # what keys have in common shrinks with the weights
+        ((3.0, 5000.0), RATES),  # a clip to 15 would leave a spread of 0.1
+        ((-500.0, -500.0), RATES),  # a clip would not act
+        ((-500.0, 60.0), CLIP),
+    ],
+)
+def test_no_clip_where_a_constant_decides_on_the_largest_logit(largest, action):
+    spread = np.full((6, 2, 2), 3.0)
+    spread[1:, 1] = 40.0
+    logits = np.full((6, 2, 2), 3.0)
+    logits[1:, 1] = largest
+    _, act = decided(logits, spread=spread)[:2]
+    assert (act.action, act.site) == (action, "b")
 
 
 def test_heads_over_the_threshold_join_a_clip():

@@ -32,7 +32,7 @@ class Fix:
     """What the user can do about an alarm, given the typed command and the remedies that are already active."""
 
     # Words of `qkeel watch ...` before --.
-    own: Sequence[str]
+    watch_words: Sequence[str]
     # The words after it.
     command: Sequence[str]
     # Remedies of --apply.
@@ -45,7 +45,7 @@ class Fix:
     @property
     def watcher(self) -> str:
         """The command that was typed."""
-        return shlex.join(["qkeel", *self.own, *self.command])
+        return shlex.join(["qkeel", *self.watch_words, *self.command])
 
     def lines(self, remedy: str) -> list[str]:
         """What to do about an alarm that recommends `remedy`; empty if an autopilot handles the alarm."""
@@ -61,7 +61,7 @@ class Fix:
         # A launcher's own command is not known here, so only its change can be said.
         command = f"restart it with --apply {spec} before the --"
         if not self.launched:
-            applied = [*self.own[:-1], "--apply", spec, "--", *self.command]
+            applied = [*self.watch_words[:-1], "--apply", spec, "--", *self.command]
             command = shlex.join(["qkeel", *applied])
         return [
             f"to fix it: {command}",

@@ -118,7 +118,7 @@ def watch(
         out=directory.absolute(),
         shown=directory,
         fix=Fix(
-            own=words,
+            watch_words=words,
             command=command if typed is None else shlex.split(typed),
             applied=apply or "",
             piloted=named is not None,

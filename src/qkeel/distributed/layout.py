@@ -134,6 +134,8 @@ def counted(model: nn.Module) -> Callable[[Tensor], bool]:
 
 def _living(*kinds: type) -> list[Any]:
     """Returns all objects of these kinds. It checks each type once, because there are far fewer types than objects."""
+    if not kinds:
+        return []
     objects = gc.get_objects()
     # By identity: a metaclass may forbid hashes.
     types = {id(kind): kind for kind in map(type, objects)}

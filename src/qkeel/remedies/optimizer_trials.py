@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from qkeel.capture.random_streams import RandomStreams
 from qkeel.errors import RefusedError, caution
 from qkeel.patching.optimizers import runs_step_hooks
 from qkeel.remedies.saved_state import GROUP_KEY
@@ -93,21 +94,24 @@ def check_steps(
         device = next((p.device for p in group["params"] if id(p) in changed), None)
         if device is None:
             continue
-        on_device = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=on_device), torch.enable_grad():
-            trial = functools.partial(_Trial, optimizer, group, device)
-            if is_scaled:
-                _check_linear(trial, remedy, kind)
-            _check_keeps_changes(trial, remedy, kind, "weight_decay" in group)
-            if (
-                needs_decoupled_decay
-                and group.get("weight_decay")
-                and not _is_decoupled(trial)
-            ):
-                raise RefusedError(
-                    f"{remedy} can leave decoupled weight decay at its full size, but {kind} adds its weight decay to "
-                    "the gradient; use decay=scaled or AdamW"
-                )
+        streams = RandomStreams(group["params"])
+        try:
+            with torch.enable_grad():
+                trial = functools.partial(_Trial, optimizer, group, device)
+                if is_scaled:
+                    _check_linear(trial, remedy, kind)
+                _check_keeps_changes(trial, remedy, kind, "weight_decay" in group)
+                if (
+                    needs_decoupled_decay
+                    and group.get("weight_decay")
+                    and not _is_decoupled(trial)
+                ):
+                    raise RefusedError(
+                        f"{remedy} can leave decoupled weight decay at its full size, but {kind} adds its weight decay "
+                        "to the gradient; use decay=scaled or AdamW"
+                    )
+        finally:
+            streams.restore()
 
 
 @final

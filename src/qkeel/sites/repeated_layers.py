@@ -211,12 +211,12 @@ def _arguments_of(frame: ModuleCall) -> tuple[object, list[Tensor]]:
 
 
 def _is_same_call(
-    known: CapturedCall, captured: CapturedCall, read: LogitReader
+    reference: CapturedCall, captured: CapturedCall, read: LogitReader
 ) -> bool:
-    """True if a call computes the same logits as a known one, by the same formula and from the same queries and keys.
+    """True if a call computes the same logits as a reference, by the same formula and from the same queries and keys.
 
-    read: the reader of the known call's logits."""
-    before, after = known.call, captured.call
+    read: the reader of the reference's logits."""
+    before, after = reference.call, captured.call
     if type(before) is not type(after) or before.spec != after.spec:
         return False
     if (
@@ -225,7 +225,7 @@ def _is_same_call(
         and (before.lost, before.sink is None) != (after.lost, after.sink is None)
     ):
         return False
-    if captured.how != known.how or before.query_shape != after.query_shape:
+    if captured.how != reference.how or before.query_shape != after.query_shape:
         return False
     return all(
         _is_close(a, b)
