@@ -185,44 +185,31 @@ def test_what_is_normed_already_is_refused():
 
 
 def padded(rows, pad):
-    """A batch whose first row starts with padding and whose labels leave out the first tokens of every row."""
+    """A batch whose first row starts with padding."""
     x = text(rows, rows)
-    mask, labels = torch.ones_like(x), x.clone()
+    mask = torch.ones_like(x)
     mask[0, :pad] = 0
-    labels[:, :5] = -100
     at = torch.arange(LENGTH).expand_as(x)
     # Arguments of the shape of the tokens come first.
     return {
         "attention_mask": mask,
         "position_ids": at,
         "input_ids": x,
-        "labels": labels,
     }
 
 
-@pytest.mark.parametrize("labels", [False, True])
-def test_the_gap_is_that_of_all_tokens_however_they_are_batched(labels, llama):
+def test_the_gap_is_that_of_all_tokens_however_they_are_batched(llama):
     batches = [*[padded(2, 0)] * 8, padded(6, 0), padded(1, 18)]
-    if not labels:
-        for batch in batches:
-            batch.pop("labels", None)
     model = copy.deepcopy(llama)
     report = retrofit(model, "qk_norm", batches, config=START).report
     assert report.held_out == "2 of 10 batches"
-    kl, losses = [], []
+    kl = []
     with torch.no_grad():
         for batch in batches[8:]:
             x, mask = batch["input_ids"], batch["attention_mask"]
             inputs = {"input_ids": x, "attention_mask": mask}
             p, q = (m(**inputs).logits.double().log_softmax(-1) for m in (llama, model))
             kl.append((p.exp() * (p - q)).sum(-1)[mask == 1])
-            counts = (batch.get("labels", x)[:, 1:] != -100) & (mask[:, 1:] == 1)
-            both = torch.stack([-p, -q])[:, :, :-1]
-            picked = x[None, :, 1:, None].expand(2, -1, -1, -1)
-            losses.append(both.gather(-1, picked)[..., 0][:, counts])
-    old, new = torch.cat(losses, 1).mean(1).tolist()
-    assert report.old_loss == pytest.approx(old, rel=1e-5)
-    assert report.gap.loss == pytest.approx(new - old, rel=1e-3, abs=1e-5)
     assert report.gap.kl == pytest.approx(float(torch.cat(kl).mean()), rel=1e-3)
     by_batch = sum(float(values.mean()) for values in kl) / 2
     assert abs(by_batch / report.gap.kl - 1) > 0.02  # or the batches differ too little
