@@ -252,7 +252,7 @@ def norm_then_rope(x, norm):
     [
         (
             lambda x, norm: 1.2 * F.rms_norm(rope(x), (8,), eps=1e-5),  # nanochat
-            ("RMS", "head", 1e-5, "scalar 1.2", EITHER),
+            ("RMS", "head", None, "scalar 1.2", EITHER),
         ),
         (norm_then_rope, ("RMS", "head", 1e-6, "per dim", "before RoPE")),
         (
@@ -282,6 +282,15 @@ def test_a_hand_written_recipe_is_found_or_unknown(step, norm):
     assert (site.rotation is not None) == ("RoPE" in norm[-1])
     expected = 3.0 if norm[0] == "none" else 1.0
     assert site.query.factor == pytest.approx(expected)
+
+
+def test_a_norm_without_a_stated_eps_is_found_beside_tokens_that_are_zero():
+    x = torch.randn(2, 12, 32)
+    x[:, 5] = 0
+    (site,) = qkeel.explain(
+        hand_written(lambda x, norm: F.rms_norm(rope(x), (8,))), x
+    ).sites
+    assert (site.query.kind, site.query.eps) == ("RMS", None)
 
 
 @pytest.mark.parametrize("shape", ["per dim", "per head"])

@@ -235,7 +235,7 @@ def test_what_cannot_be_had_is_refused_with_the_way(
         with pytest.raises(error):
             attention_maps(model, x, **wanted)
     with pytest.raises(InvalidTypeError):
-        attention_maps(x, x)  # type: ignore[arg-type]
+        attention_maps(x, x)
     with pytest.raises(NoAttentionError):
         attention_maps(nn.Linear(16, 16), x)
     with pytest.raises(UnknownNameError):

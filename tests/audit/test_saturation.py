@@ -1,14 +1,12 @@
 """`check` names a layer whose softmax passes back next to no gradient, and no heads that healthy models have."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.attention import Joint, later
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 from qkeel.metrics import Status
@@ -26,7 +24,7 @@ class Scaled(Joint):
         self.scale, self.fused = scale, fused
         self.q_norm = nn.RMSNorm(head_dim) if norm else nn.Identity()
         self.k_norm = nn.RMSNorm(head_dim) if norm else nn.Identity()
-        self.bias: Tensor | float = 0.0
+        self.bias = 0.0
 
     def forward(self, x):
         q, k, v = self.heads(x)

@@ -428,7 +428,7 @@ def test_the_bound_of_latent_attention_holds_with_and_without_a_latent_of_querie
         q_latent=q_latent, kv_latent=10, rope_dim=4, nope_dim=6, value_dim=6
     )
     sizes = {"vocab_size": 50, "d_model": 32, "latent": latent, "latent_norm": True}
-    model = Decoder(DecoderConfig(attention="mla", **sizes)).eval()  # type: ignore[arg-type]
+    model = Decoder(DecoderConfig(attention="mla", **sizes)).eval()
     for p in model.parameters():
         p.add_(0.3 * torch.randn_like(p))
     found = scanned(tmp_path, model.state_dict())

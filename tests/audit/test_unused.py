@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from tests.attention import Joint, fused, scores
+from tests.training import sgd, step
 from torch import nn
 
 import qkeel
@@ -63,16 +64,14 @@ def test_what_the_path_leaves_out_is_named(seed):
         inner = name.partition(".")[2].removesuffix(".weight")
         assert any(inner in sentence for sentence in idle)
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     with (
         warnings.catch_warnings(record=True) as caught,
         qkeel.watch(model, optimizer, rules=()),
     ):
         warnings.simplefilter("always")
         for _ in range(3):
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(model, optimizer, x)
     said = [str(w.message) for w in caught if "got no gradient" in str(w.message)]
     assert len(said) == bool(left_out)
     for sentence in said:

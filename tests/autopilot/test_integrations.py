@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.training import adamw
 
 from qkeel.errors import QkeelWarning, UnknownNameError
 
@@ -73,7 +74,7 @@ def test_a_training_resumed_from_a_checkpoint_goes_on_with_what_was_in_force(
     with pytest.raises(UnknownNameError):
         QkeelCallback(autopilot="lader")
     model = tiny()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+    optimizer = adamw(model, 0.3)
     callback, event = begun(tmp_path, 0, model, optimizer)
     trained(model, optimizer, 0, 12)
     event[1].global_step = 12
@@ -85,7 +86,7 @@ def test_a_training_resumed_from_a_checkpoint_goes_on_with_what_was_in_force(
     callback.on_train_end(*event)
     assert not optimizer._optimizer_step_post_hooks
     model = tiny()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+    optimizer = adamw(model, 0.3)
     model.load_state_dict(kept[0])
     optimizer.load_state_dict(kept[1])
     resumed, _ = begun(tmp_path, 12, model, optimizer)

@@ -16,6 +16,7 @@ from tests.autopilot.runs import (
     plain,
     run,
 )
+from tests.training import sgd
 from torch.nn import functional as F
 from torch.optim import optimizer as optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -194,6 +195,6 @@ def test_an_optimizer_that_is_added_before_the_first_record_is_acted_on():
     # An empty state, so that checkpoints have the same entries whichever optimizer holds queries and keys.
     assert not any(first.param_groups[0]["qkeel"].values())
     with pytest.raises(InvalidValueError):
-        pilot.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        pilot.add_optimizer(sgd(model))
     pilot.remove()
     assert not any(o._optimizer_step_post_hooks for o in (first, second))

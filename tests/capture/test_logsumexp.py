@@ -14,7 +14,7 @@ from qkeel.capture import named_attention
 from qkeel.capture.logsumexp import attention_with_logsumexp
 from qkeel.capture.readers import SDPA
 
-CALLS: dict[str, dict[str, Any]] = {
+CALLS = {
     "causal": {"is_causal": True},
     "full": {},
     "scaled": {"is_causal": True, "scale": 0.7},
@@ -68,7 +68,7 @@ def test_where_torch_has_no_logsumexp_or_another_may_change_the_call_it_is_left_
     change,
 ):
     q, k, v = drawn(4, torch.float32, 4)
-    kwargs: dict[str, Any] = {}
+    kwargs = {}
     if change == "dropout":
         kwargs = {"dropout_p": 0.1}
     if change == "float mask":  # adds numbers that are no part of the logit

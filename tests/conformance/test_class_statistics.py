@@ -31,7 +31,6 @@ def classed(call, seed, *, alike=False):
 
 def recomputed(call):
     """Every field from the oracle's T×T matrices, for all pairs of classes at once."""
-    assert call.classes is not None
     truth, (q, k) = attend_call(call), call.encoded()
     b, g = k.shape[:2]
     visible = truth.logits > -torch.inf

@@ -21,8 +21,8 @@ LINE = torch.linspace(-2000, 2000, 4001, dtype=torch.float64)
 @few
 @given(seed=seeds, size=st.floats(0.1, 1e4), name=st.sampled_from(sorted(WEIGHTS)))
 def test_hidden_keys_weigh_nothing_whatever_stands_there_and_the_others_as_if_alone(
-    seed: int, size: float, name: str
-) -> None:
+    seed, size, name
+):
     z, visible = size * randn(seed, 6, 5), some_visible(seed, 6, 5)
     weigh = WEIGHTS[name]
     weights = weigh(z, visible)
@@ -58,16 +58,14 @@ def test_the_eps_of_softpick_is_added_behind_the_maximum():
 
 @few
 @given(seed=seeds, factor=st.floats(1e-6, 1e6))
-def test_entropy_is_that_of_the_row_made_to_sum_to_one(
-    seed: int, factor: float
-) -> None:
+def test_entropy_is_that_of_the_row_made_to_sum_to_one(seed, factor):
     p = randn(seed, 9).abs()
     assert F.entropy(factor * p).item() == pytest.approx(F.entropy(p).item(), rel=1e-10)
 
 
 @few
 @given(cap=st.floats(0.1, 1e3))
-def test_softcap_is_monotone_odd_and_within_the_cap(cap: float) -> None:
+def test_softcap_is_monotone_odd_and_within_the_cap(cap):
     y = F.softcap(LINE, cap)
     assert (y.diff() >= 0).all()
     assert torch.equal(y.flip(0), -y)
@@ -76,9 +74,7 @@ def test_softcap_is_monotone_odd_and_within_the_cap(cap: float) -> None:
 
 @few
 @given(alpha=st.floats(0, 2), floor=st.integers(1, 100))
-def test_the_floor_temperature_is_one_below_the_floor_and_never_falls(
-    alpha: float, floor: int
-) -> None:
+def test_the_floor_temperature_is_one_below_the_floor_and_never_falls(alpha, floor):
     at = torch.arange(-20, 500)
     factor = F.floor_log_temperature(at, alpha, floor, torch.float64)
     assert (factor[: 20 + floor - 1] == 1).all()

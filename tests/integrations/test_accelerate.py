@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.training import sgd
 from torch import nn
 
 from qkeel import watch
@@ -24,9 +25,7 @@ def test_steps_are_those_that_accumulated_gradients_lead_to(tmp_path):
     accelerate.state.GradientState._reset_state()  # shared by all accelerators of a process
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     net = Net()
-    model, optimizer = accelerator.prepare(
-        net, torch.optim.SGD(net.parameters(), lr=0.1)
-    )
+    model, optimizer = accelerator.prepare(net, sgd(net))
     with watch(model, optimizer, every=1, sinks=tmp_path / "run"):
         for seed in range(8):
             with accelerator.accumulate(model):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.training import adamw, sgd
 
 pytest.importorskip("transformers")
 
@@ -116,7 +117,7 @@ def test_a_model_is_watched_as_with_sdpa(kind):
     for implementation in ("sdpa", "qkeel"):
         model = hf(kind, implementation, **NO_DROPOUT.get(kind, {})).train()
         x = example(kind, batch=2, tokens=24)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = adamw(model, 0.01)
         with qkeel.watch(model, optimizer) as monitor:
             for _ in range(2):
                 loss = out(model, x).square().mean()
@@ -148,7 +149,7 @@ def test_remedies_reach_it_as_they_reach_sdpa():
         found = []
         for implementation in ("sdpa", "qkeel"):
             model = hf("llama", implementation).train()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = sgd(model)
             qkeel.apply(model, remedy, optimizer, batch=x)
             for _ in range(2):
                 out(model, x).square().mean().backward()
@@ -199,7 +200,7 @@ def test_drawn_calls_are_computed_as_written(native, monkeypatch):
         if toss():
             options["is_causal"] = causal
         elif not causal:
-            module.is_causal = False  # type: ignore[assignment]
+            module.is_causal = False
         if toss():
             options["scaling"] = pick((0.5, 1.0))
         if toss(0.3):

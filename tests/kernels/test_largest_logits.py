@@ -44,4 +44,4 @@ def test_they_are_exact_and_output_and_gradients_unchanged(
 def test_another_name_of_statistics_is_refused():
     q = torch.randn(1, 2, 9, 8)
     with pytest.raises(UnknownNameError):
-        attention(q, q, q, spec=AttentionSpec(), stats="bracket")  # type: ignore[call-overload]
+        attention(q, q, q, spec=AttentionSpec(), stats="bracket")

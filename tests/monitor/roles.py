@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import random
 import warnings
-from typing import Any
 
 import numpy as np
 import torch
@@ -55,14 +54,14 @@ class Model(nn.Module):
 
     def __init__(self, form, repeat):
         super().__init__()
-        self.logs: list[list[np.ndarray]] = [[] for _ in range(LAYERS)]
+        self.logs = [[] for _ in range(LAYERS)]
         self.blocks = nn.ModuleList([Block(log) for log in self.logs])
         self.policy, self.critic = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
         self.form, self.repeat = (
             form,
             repeat,
         )  # repeat: None for no checkpoints, else whether they are reentrant
-        self.loss: Tensor | None = None
+        self.loss = None
 
     def forward(self, x):
         for block in self.blocks:
@@ -134,8 +133,8 @@ class Program:
         else:
             self.optimizers = [torch.optim.SGD(trained, 0.0)]
         self.trained, self.others = self.nothing(), self.nothing()
-        self.right: list[tuple[np.ndarray, np.ndarray]] = []
-        self.said: list[str] = []
+        self.right = []
+        self.said = []
 
     def nothing(self):
         return np.full((LAYERS, HEADS), ABSENT)
@@ -152,10 +151,10 @@ class Program:
         for log in self.model.logs:
             log.clear()
         for block in self.model.blocks:
-            block.factor = factor  # type: ignore[assignment]
+            block.factor = factor
         out = self.model(x)
         for block in self.model.blocks:
-            block.factor = 1.0  # type: ignore[assignment]
+            block.factor = 1.0
         top = np.stack([log[0] for log in self.model.logs])
         if trained:
             self.trained = np.maximum(self.trained, top)
@@ -175,7 +174,7 @@ class Program:
             way = "accumulate"
         if way == "together":
             outputs = [self.forward(self.batch(), trained=True) for _ in range(2)]
-            sum(losses(self.model, out)[0] for out in outputs).backward()  # type: ignore[union-attr]
+            sum(losses(self.model, out)[0] for out in outputs).backward()
             return
         for _ in range(3 if way == "accumulate" else 1):
             found = losses(self.model, self.forward(self.batch(), trained=True))
@@ -274,7 +273,7 @@ class Samples(qkeel.monitor.Sink):
     """Keeps every sample."""
 
     def __init__(self):
-        self.samples: list[Any] = []
+        self.samples = []
 
     def open(self, about):
         pass
@@ -294,7 +293,7 @@ def watch_differences(seed):
     program, kept = Program(seed), Samples()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        optimizer: Any = program.optimizers if program.two else program.optimizers[0]
+        optimizer = program.optimizers if program.two else program.optimizers[0]
         with qkeel.watch(program.model, optimizer, sinks=kept, rules=()):
             program.run()
     wrong = []
@@ -324,7 +323,7 @@ def clip_differences(seed):
     model = program.model
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        optimizer: Any = program.optimizers if program.two else program.optimizers[0]
+        optimizer = program.optimizers if program.two else program.optimizers[0]
         x = torch.randn(1, 4, WIDTH)
         qkeel.apply(
             program.model,

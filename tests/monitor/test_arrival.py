@@ -1,7 +1,5 @@
 """What arrives from the device: the record of a step is what its statistics say, head by head."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """No constant on the logits moves a verdict, by whatever way it comes, at either level of statistics."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random
@@ -11,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.attention import Attention
+from tests.training import sgd, step
 from torch import nn
 
 import qkeel
@@ -73,11 +72,10 @@ class Shifted(Attention):
 
 
 def alarms_of(model, x, stats):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with qkeel.watch(model, optimizer, stats=stats) as monitor:
         for _ in range(2):
-            model(x).square().mean().backward()
-            optimizer.step()
+            step(model, optimizer, x)
     spread = float(monitor.sample.heads["logit_spread"].max())
     return spread, sorted(alarm.rule for alarm in monitor.alarms)
 

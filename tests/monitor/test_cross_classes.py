@@ -1,7 +1,5 @@
 """Token classes of cross-attention: the weight that queries give to padded text."""
 
-from __future__ import annotations
-
 import random
 import re
 import warnings

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.attention import Joint
+from tests.training import sgd
 from torch import Tensor, nn
 
 from qkeel import watch
@@ -52,9 +53,7 @@ class Program(nn.Module):
         self.embed, self.config, self.sees = nn.Embedding(9, WIDTH), config, sees
         self.layers = nn.ModuleList([Layer() for _ in range(2)])
         self.fused, self.scale, self.cap, self.passes = True, WIDTH**-0.5, 0.0, 0
-        self.weights: Callable[[Tensor, Tensor], Tensor] = lambda z, mask: (
-            z.masked_fill(~mask, -torch.inf).softmax(-1)
-        )
+        self.weights = lambda z, mask: z.masked_fill(~mask, -torch.inf).softmax(-1)
 
     def forward(
         self,
@@ -108,7 +107,7 @@ Kind = tuple[
 ]
 CAP, SCALE = Config(attn_logit_softcapping=20.0), Config(query_pre_attn_scalar=4.0)
 PACKED, PADDED = {"position_ids": POSITIONS}, {"attention_mask": PADDING}
-KINDS: dict[str, Kind] = {
+KINDS = {
     "later keys": (everything, causal, Config(), {}, "sees later keys"),
     "an inverted mask": (inverted, causal, Config(), {}, "its mask is inverted"),
     "documents": (causal, isolated, Config(), PACKED, "documents of the packed"),
@@ -133,7 +132,7 @@ KINDS: dict[str, Kind] = {
 
 
 def said(program, kwargs, steps=2):
-    optimizer = torch.optim.SGD(program.parameters(), 1e-3)
+    optimizer = sgd(program, 0.001)
     draw = torch.Generator().manual_seed(0)
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
@@ -197,7 +196,7 @@ def test_a_fault_in_the_look_leaves_the_watch_on(
 
     monkeypatch.setattr("qkeel.monitor.first_look.seen_keys", fail)
     program = Program(causal, Config())
-    optimizer = torch.optim.SGD(program.parameters(), 1e-3)
+    optimizer = sgd(program, 0.001)
     monitor = watch(program, optimizer)
     with pytest.warns(QkeelWarning, match="is left out"):
         loss = program(torch.randint(9, (2, T))).square().mean()

@@ -1,17 +1,15 @@
 """Batches without sequences or tokens are skipped and counted; of one token a sequence, attention has no choice."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from tests.attention import written
 from tests.contract.watch.small import Block, batch, small
 from tests.quick import quick
+from tests.training import sgd, step
 from torch import nn
 
 import qkeel
@@ -35,7 +33,7 @@ class Written(Block):
         return self.o(written(q, k, v).transpose(1, 2).flatten(2))
 
 
-MODELS: dict[str, Any] = {
+MODELS = {
     "sdpa": small,
     "torch's": TorchAttention,
     "written": Written,
@@ -47,14 +45,12 @@ EMPTY = {"no sequences": (0, 5), "no tokens": (2, 0)}
 def trained(make, shapes, watch, **how):
     torch.manual_seed(0)
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = sgd(model, 0.001)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         monitor = qkeel.watch(model, optimizer, **how) if watch else None
         for i, (b, t) in enumerate(shapes):
-            model(batch(i, b, t)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(model, optimizer, batch(i, b, t))
     return model, monitor, [str(w.message) for w in caught]
 
 
@@ -110,7 +106,7 @@ class Experts(nn.Module):
 def test_an_expert_without_tokens_keeps_no_other_from_being_known(make, first):
     torch.manual_seed(0)
     model, x = Experts(make), batch(0, 4, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = sgd(model, 0.001)
     sites = qkeel.find_sites(model, (x, torch.tensor(first)))
     known = {site.name for site in sites if site.verified}
     assert known == {f"experts.{i}" for i in first}
@@ -162,15 +158,14 @@ def test_heads_that_depend_on_the_length_are_told(lengths):
 def test_a_clip_leaves_heads_alone_that_are_not_those_of_its_example(shown, runs):
     torch.manual_seed(0)
     model = HeadsByLength()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     before = model.q.weight.detach().clone()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with qkeel.apply(
             model, "qk_clip:threshold=0.01", optimizer, batch=batch(0, 3, shown)
         ):
-            model(batch(1, 3, runs)).square().sum().backward()
-            optimizer.step()
+            step(model, optimizer, batch(1, 3, runs))
     assert torch.equal(before, model.q.weight) == (shown != runs)
     told = [str(w.message) for w in caught]
     assert any("in the example with which it was applied" in line for line in told) == (

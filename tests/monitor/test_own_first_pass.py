@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.attention import Attention as Foreign
 from tests.attention import Joint, fused, written
+from tests.training import sgd
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -59,7 +60,7 @@ def trained(
     model = Model(**kind)
     if frozen:
         model.layers.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = sgd(model)
     monitor = qkeel.watch(model, optimizer) if watch else None
     CALLS.clear()
     losses = []

@@ -1,13 +1,12 @@
 """The residual stream of a watched model: against numbers made from the model's own modules in float64."""
 
-from __future__ import annotations
-
 import copy
 import math
 
 import numpy as np
 import pytest
 import torch
+from tests.training import sgd, step
 from torch import nn
 from torch.nn import functional as F
 
@@ -84,7 +83,7 @@ def rms(x):
 def expected(model, passes):
     """Every field of every block, from float64, in numpy: over the tokens of all passes, ratios pass by pass."""
     exact = copy.deepcopy(model).double().eval()
-    values: dict[str, list[float]] = {name: [] for name in BLOCK_FIELDS}
+    values = {name: [] for name in BLOCK_FIELDS}
     streams = [exact.embed(x.double()).detach() for x in passes]
     tokens = [x.shape[0] * x.shape[1] for x in passes]
     for block in exact.blocks:
@@ -105,7 +104,7 @@ def expected(model, passes):
 
 def watched(model, passes):
     """Every field of every block as one measured step records it; in training mode."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with qkeel.watch(model, optimizer, stats="max+residual", rules=()) as monitor:
         for x in passes:
             loss = model(x).sum()
@@ -140,10 +139,9 @@ def test_blocks_without_attention_are_recorded_under_their_own_name():
 
     model = made(Block)
     model.blocks[1] = Dense(12)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with qkeel.watch(model, optimizer, stats="max+residual") as monitor:
-        model(BATCHES[0]).sum().backward()
-        optimizer.step()
+        step(model, optimizer, BATCHES[0])
         sample = monitor.sample
         assert sample is not None
         frame = monitor.history.frame("layers")
@@ -175,7 +173,7 @@ def test_hidden_norms_are_means_over_tokens_and_passes(norm):
     if norm is not None:
         model.add_module("norm", norm)
     model.add_module("head", nn.Linear(8, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     first, second = torch.zeros(1, 2, 8), torch.zeros(1, 2, 8)
     first[0, 0, 0], first[0, 1, :2] = 1.0, torch.tensor([3.0, 4.0])  # norms 1 and 5
     second[0, :, 3] = 9.0
@@ -183,7 +181,6 @@ def test_hidden_norms_are_means_over_tokens_and_passes(norm):
         for x in (first, second):
             model(x).sum().backward()
         optimizer.step()
-        assert monitor.sample is not None
         values = monitor.sample.values
     for i, factor in enumerate((2, 4)):
         found = values[f"block_output_norm/blocks.{i}.attention"]

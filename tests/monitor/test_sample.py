@@ -76,7 +76,7 @@ def test_a_sample_that_fits_no_layers_is_refused():
     with pytest.raises(ShapeError, match=r"2 layers, heads\], got shape \(3, 4\)"):
         Sample(step=0, layers=LAYERS, heads={"entropy": np.ones((3, 4))})
     with pytest.raises(InvalidValueError, match="'train' or 'eval', got 'test'"):
-        Sample(step=0, phase="test")  # type: ignore[arg-type]
+        Sample(step=0, phase="test")
 
 
 def test_a_sample_without_heads_is_one_line():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sites.sparse_models import DSA, M, T
+from tests.training import adamw, step
 from torch import nn
 
 import qkeel
@@ -75,13 +76,12 @@ def sparse(tmp_path_factory):
 
 
 def run_of(model, given, stats, path, **more):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model, 0.01)
     with qkeel.watch(
         model, optimizer, stats=stats, sinks=path / "run", **more
     ) as monitor:
         for _ in range(3):
-            model(given).square().mean().backward()
-            optimizer.step()
+            step(model, optimizer, given)
         sample, table = monitor.sample, monitor.table()
         assert sample is not None
         history = monitor.history
@@ -124,7 +124,6 @@ def test_a_number_of_heads_layers_or_blocks_is_everywhere(name, watched, sparse,
         np.testing.assert_allclose(frame[name][-2:], known, rtol=1e-6, equal_nan=True)
         assert name in page
         top = history.top(name)
-        assert top is not None
         assert top[-1] == pytest.approx(
             np.nanmax(history.heads[name][-1] if name in history.heads else known)
         )

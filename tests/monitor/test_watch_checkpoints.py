@@ -1,7 +1,5 @@
 """A watched model that runs inside gradient checkpointing trains as it does unwatched."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.attention import Joint, fused, written
+from tests.training import sgd
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -27,7 +26,7 @@ _SELECTIVE = functools.partial(
         _ATEN.view.default,
     ],
 )
-RUNS: dict[str, Run] = {
+RUNS = {
     "without reentry": functools.partial(checkpoint, use_reentrant=False),
     "with reentry": functools.partial(checkpoint, use_reentrant=True),
     "nested": lambda net, x: checkpoint(
@@ -130,7 +129,7 @@ def test_a_remedy_that_waits_for_the_next_pass_is_applied_inside_a_checkpoint(
     net, known = model(), model()
     found = []
     for one, example in ((net, None), (known, batch(0).detach())):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        optimizer = sgd(one)
         with qkeel.apply(one, spec, optimizer, batch=example):
             for step in range(3):
                 gradients(one, RUNS[name], step)

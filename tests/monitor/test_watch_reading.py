@@ -1,15 +1,12 @@
 """What a monitor says is so: numbers against an oracle in float64, every pass counted once and where it belongs."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from tests.attention import Attention, later, written
 from tests.contract.watch.small import batch, hooks, small
 from tests.contract.watch.test_bad_input import Plain
+from tests.training import adamw, sgd
 from torch import nn
 
 import qkeel
@@ -18,12 +15,11 @@ from qkeel.errors import (
     AlreadyAppliedError,
     InvalidTypeError,
     InvalidValueError,
-    QkeelError,
     QkeelWarning,
 )
 from qkeel.functional.statistics import TENSORS
 from qkeel.monitor import Adaptive
-from qkeel.monitor.token_classes import MaskSource, query_mask_of
+from qkeel.monitor.token_classes import query_mask_of
 
 
 def step(model, optimizer, *seeds):
@@ -36,7 +32,7 @@ def step(model, optimizer, *seeds):
 
 def setup(**options):
     model = small()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model, 0.01)
     return model, optimizer, watch(model, optimizer, **options)
 
 
@@ -95,7 +91,7 @@ def test_without_an_optimizer_each_training_pass_is_a_step(every, measured):
 def test_passes_without_a_step_of_the_watched_optimizer_are_no_silent_end():
     """The script made another optimizer after `watch`."""
     model, optimizer, monitor = setup()
-    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = sgd(model)
     del optimizer
     for i in range(3):
         model(batch(i)).sum().backward()
@@ -173,7 +169,7 @@ def test_padded_rows_count_nowhere(way, side, named):
     lengths = torch.tensor([6, 4, 1])
     mask = torch.arange(6) < lengths[:, None]
     mask = (mask.flip(1) if side == "left" else mask).long()
-    sources: dict[str, MaskSource] = {
+    sources = {
         "name": "attention_mask",
         "function": lambda x, attention_mask=None: attention_mask,
         "tensor": mask,
@@ -195,7 +191,7 @@ def test_a_mask_of_numbers_that_are_added_to_scores_is_refused():
         watch(Padded(), query_mask=mask)
     with pytest.raises(InvalidValueError, match="numbers below 0"):
         query_mask_of("mask", (), (), {"mask": mask})
-    assert torch.equal(query_mask_of(mask >= 0, (), (), {}), mask == 0)  # type: ignore[arg-type]
+    assert torch.equal(query_mask_of(mask >= 0, (), (), {}), mask == 0)
 
 
 # --- what is not a plain call ---------------------------------------------------------------------------------------
@@ -204,11 +200,11 @@ def test_a_mask_of_numbers_that_are_added_to_scores_is_refused():
 # --- bad arguments --------------------------------------------------------------------------------------------------
 
 MODEL = small()
-BAD: list[tuple[tuple[Any, ...], dict[str, Any], type[QkeelError], str]] = [
+BAD = [
     (("model",), {}, InvalidTypeError, "torch.nn.Module"),
     ((MODEL, "adam"), {}, InvalidTypeError, "Optimizer"),
     (
-        (MODEL, torch.optim.SGD(small().parameters())),
+        (MODEL, sgd(small(), lr=1e-3)),
         {},
         InvalidValueError,
         "any of the model's parameters",
@@ -240,7 +236,7 @@ def test_a_model_is_watched_once():
             torch.compile(model, backend="eager"),
         ):
             with pytest.raises(AlreadyAppliedError, match="already watched"):
-                watch(same)  # type: ignore[arg-type]
+                watch(same)
     watch(model).remove()
 
 
@@ -265,7 +261,7 @@ def test_a_pass_without_attention_among_others_is_no_fault():
             return x if skip else self.body(x)
 
     model = Sometimes()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with watch(model, optimizer) as monitor:
         for skip in (False, True, False):
             model(batch(0), skip)
@@ -296,7 +292,6 @@ def test_the_maxima_alone_are_those_of_everything_and_nothing_else_is_recorded(
             model(batch(1))
             table, tops = monitor.table(), monitor.history.series("max_logit")
             sample = monitor.sample
-            assert sample is not None
             found[stats] = (
                 {name: x for name, x in sample.heads.items() if not np.isnan(x).all()},
                 tops,

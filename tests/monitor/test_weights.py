@@ -1,13 +1,12 @@
 """The weights behind each head and what a step adds to them, as a watched step records them: against dense products."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from tests.training import adamw, sgd
 from torch import Tensor, nn
 
 import qkeel
@@ -76,7 +75,7 @@ def neox():
 
 def normed(gain):
     def make():
-        spec = AttentionSpec(norm=RMSNorm(gain=gain))  # type: ignore[arg-type]
+        spec = AttentionSpec(norm=RMSNorm(gain=gain))
         model = Attention(WIDTH, H, 2, spec=spec)
         for p in gains_of(model):
             p.data += torch.rand_like(p)
@@ -101,7 +100,7 @@ def with_gains(shift):
 
 
 Kind = tuple[Callable[[], nn.Module], Callable[[nn.Module], Dense], Tensor]
-KINDS: dict[str, Kind] = {
+KINDS = {
     "plain": (lambda: Attention(WIDTH, H), dense_attention, X),
     "grouped": (lambda: Attention(WIDTH, H, 2), dense_attention, X),
     "one key head": (lambda: Attention(WIDTH, H, 1, head_dim=4), dense_attention, X),
@@ -135,7 +134,7 @@ def test_a_steps_weights_are_those_of_the_dense_products(kind):
     make, dense, x = KINDS[kind]
     model = make().double()
     q, k = dense(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = adamw(model, 0.003)
     found = step(model, optimizer, x, "max+updates")
     new_q, new_k = dense(model)
     second = (new_q - q).mT @ k + q.mT @ (new_k - k)
@@ -177,9 +176,7 @@ def test_gradients_are_root_mean_squares_over_a_heads_rows_and_over_eps(
     for p, gradient in zip(weights, (query, torch.full((4, 8), -2e-5))):
         p.register_hook(lambda _, gradient=gradient: gradient)
     optimizer = (
-        torch.optim.SGD(model.parameters(), lr=0.1)
-        if eps is None
-        else torch.optim.Adam(model.parameters(), eps=eps)
+        sgd(model) if eps is None else torch.optim.Adam(model.parameters(), eps=eps)
     )
     found = step(model, optimizer, torch.randn(1, 3, 8), "max")
     head = 8e-8 / 32**0.5
@@ -196,7 +193,7 @@ def test_weights_that_are_computed_from_stored_ones_have_gradients_alone():
     torch.manual_seed(0)
     model = nn.Sequential(Attention(WIDTH, H), Attention(WIDTH, H)).double()
     qkeel.apply(model[0], "sigma_reparam:init=one")
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = adamw(model)
     monitor = qkeel.watch(model, optimizer, stats="all+updates")
     model(X).square().sum().backward()
     with pytest.warns(UserWarning, match="not measured for 0: .* other weights"):
@@ -214,7 +211,7 @@ def test_weights_that_are_computed_from_stored_ones_have_gradients_alone():
 def test_the_change_by_a_step_is_not_measured_unless_it_is_named():
     torch.manual_seed(0)
     model = Decoder(DecoderConfig(vocab_size=11, d_model=16, n_layers=1, n_heads=2))
-    found = step(model, torch.optim.AdamW(model.parameters()), IDS, "all")
+    found = step(model, adamw(model), IDS, "all")
     assert "qk_spectral_norm" in found
     assert not {name for name in found if "delta" in name or "update" in name}
     with pytest.raises(InvalidValueError, match="optimizer"):
@@ -224,7 +221,7 @@ def test_the_change_by_a_step_is_not_measured_unless_it_is_named():
 def test_weights_that_are_exchanged_are_read_from_then_on():
     torch.manual_seed(0)
     model = nn.Sequential(*[Attention(WIDTH, H) for _ in range(2)]).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with qkeel.watch(model, optimizer, stats="all+updates") as monitor:
         for change in range(3):
             if change == 1:
@@ -244,7 +241,7 @@ def test_a_layer_without_gradients_leaves_those_of_its_likes_as_they_are():
     torch.manual_seed(0)
     model = nn.Sequential(*[Attention(WIDTH, H) for _ in range(3)]).double()
     model[1].q_proj.weight.requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-6)
+    optimizer = adamw(model, eps=1e-06)
     with qkeel.watch(model, optimizer, stats="max") as monitor:
         model(X).square().sum().backward()
         optimizer.step()

@@ -8,7 +8,7 @@ from qkeel.nn.decoder import NORM_ORDERS
 
 
 def make(order, cross=None):
-    block = Block(Attention(16, 4), MLP(16, 24), 16, order, cross).double()  # type: ignore[arg-type]
+    block = Block(Attention(16, 4), MLP(16, 24), 16, order, cross).double()
     for name, p in block.named_parameters():
         if "norm" in name:
             p.data.normal_(1.0, 0.3)

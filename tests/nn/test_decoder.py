@@ -20,7 +20,7 @@ VOCAB = 101
 
 
 def make(**choices):
-    model = Decoder(DecoderConfig(vocab_size=VOCAB, **choices))  # type: ignore[arg-type]
+    model = Decoder(DecoderConfig(vocab_size=VOCAB, **choices))
     model.init_weights(torch.Generator().manual_seed(0))
     return model
 

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.training import sgd, step
 from torch import Tensor, nn
 
 import qkeel
@@ -167,11 +168,10 @@ def test_a_model_that_calls_it_is_watched_and_compiled_into_one_graph(
     model, x = Model(), 3 * torch.randn(2, 11, 32)
     (site,) = qkeel.find_sites(model, x)
     assert (site.n_heads, site.verified) == (4, True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     with qkeel.watch(model, optimizer) as monitor:
         for _ in range(3):
-            model(x).square().sum().backward()
-            optimizer.step()
+            step(model, optimizer, x)
         assert monitor.active
         assert monitor.read()
     q = torch.randn(1, 2, 16, 8)

@@ -1,7 +1,5 @@
 """Where weights are flat pieces between passes (FSDP1), logits are those of one process, and what needs weights refuses."""
 
-from __future__ import annotations
-
 import functools
 import pickle
 

@@ -1,7 +1,5 @@
 """What the vectors of many processes reduce to is what merging their statistics one by one gives."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -32,7 +30,7 @@ def of_process(seed, n=HEADS):
             values[name] = torch.randint(1, 10**12, shape, generator=g)
         else:
             values[name] = torch.rand(shape, dtype=torch.float64, generator=g)
-    return LogitStats(**values)  # type: ignore[arg-type]
+    return LogitStats(**values)
 
 
 def measured_by(world, numbers=lambda rank: {}):
@@ -96,7 +94,7 @@ def close(merged, expected):
     st.integers(2, 5),
     st.lists(st.sampled_from([math.nan, math.inf, -math.inf, 1e300]), max_size=3),
 )
-def test_the_reduction_is_the_merge(world: int, odd: list[float]) -> None:
+def test_the_reduction_is_the_merge(world, odd):
     measured = measured_by(world)
     for i, value in enumerate(odd):
         for name in ("max_logit", "min_logit", "entropy_min"):
@@ -181,8 +179,7 @@ def test_partial_values_of_each_kind_make_one_number():
     measured = measured_by(
         2,
         lambda rank: {
-            ("a", how): Number(values[rank], weights[rank], how)  # type: ignore[arg-type]
-            for how in expected
+            ("a", how): Number(values[rank], weights[rank], how) for how in expected
         },
     )
     record = reduced(replicas(measured), measured)
@@ -223,8 +220,7 @@ def test_statistics_by_token_class_are_merged():
         return ClassStats(names=("image", "text"), **tensors)
 
     both = [
-        LogitStats(**of_process(i).tensors(), classes=of_classes(i))  # type: ignore[arg-type]
-        for i in range(2)
+        LogitStats(**of_process(i).tensors(), classes=of_classes(i)) for i in range(2)
     ]
     measured = [({"a": stats}, {}) for stats in both]
     classes = reduced(replicas(measured), measured).stats()["a"].classes

@@ -1,15 +1,11 @@
 """Models that know nothing of qkeel: of transformers, of torch, and hand-written ones, tiny."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCAB, D, H, T = 40, 32, 4, 7
-SMALL: dict[str, Any] = {
+SMALL = {
     "hidden_size": D,
     "num_attention_heads": H,
     "num_hidden_layers": 2,
@@ -48,7 +44,7 @@ def hf(name, impl, **more):
         "v_head_dim": 6,
     }
     vit = {"image_size": 8, "patch_size": 4, "num_channels": 1}
-    rows: dict[str, tuple[type, type, dict[str, Any]]] = {
+    rows = {
         "llama": (t.LlamaConfig, t.LlamaForCausalLM, {**SMALL, "num_key_value_heads": 2}),
         "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM, {**SMALL, "num_key_value_heads": 2}),
         "qwen3": (t.Qwen3Config, t.Qwen3ForCausalLM, {**SMALL, "num_key_value_heads": 2, "head_dim": 8}),
@@ -141,20 +137,20 @@ class Hand(nn.Module):
         b, t, _ = x.shape
         if self.layout == "linear":
             q, k, v = self.q(x), self.k(x), self.v(x)
-            return tuple(y.view(b, t, -1, self.d).transpose(1, 2) for y in (q, k, v))  # type: ignore[return-value]
+            return tuple(y.view(b, t, -1, self.d).transpose(1, 2) for y in (q, k, v))
         y = self.qkv(x)
         if self.layout in ("fused", "conv"):
             return tuple(
                 p.view(b, t, self.h, self.d).transpose(1, 2) for p in y.chunk(3, -1)
-            )  # type: ignore[return-value]
+            )
         if self.layout == "interleaved":
             return tuple(
                 p.transpose(1, 2) for p in y.view(b, t, self.h, 3 * self.d).chunk(3, -1)
-            )  # type: ignore[return-value]
+            )
         if self.layout == "dims first":
             return tuple(
                 p.permute(0, 3, 1, 2) for p in y.view(b, t, 3, self.d, self.h).unbind(2)
-            )  # type: ignore[return-value]
+            )
         grouped = y.view(b, t, self.g, self.h // self.g + 2, self.d)
         q = grouped[..., :-2, :].reshape(b, t, self.h, self.d)
         return (

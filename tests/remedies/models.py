@@ -1,7 +1,5 @@
 """Small models and straightforward stand-ins that the tests of remedies share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -81,7 +79,7 @@ def attention(dtype=torch.float64, n_kv_heads=2, **options):
 
 def snapshot(model, optimizer=None):
     """All that a handle must restore: state, order, classes, attributes, groups."""
-    taken: dict[str, Any] = {
+    taken = {
         "state": {k: v.clone() for k, v in model.state_dict().items()},
         "parameters": [(n, id(p)) for n, p in model.named_parameters()],
         "modules": [(n, type(m), sorted(m.__dict__)) for n, m in model.named_modules()],
@@ -111,5 +109,5 @@ Make = Callable[[Any, float], torch.optim.Optimizer]
 
 def trained(output):
     """The output of a pass, which a gradient has reached, so that the pass counts as trained."""
-    sum(x.sum() for x in tensors_within(output) if x.requires_grad).backward()  # type: ignore[union-attr]
+    sum(x.sum() for x in tensors_within(output) if x.requires_grad).backward()
     return output

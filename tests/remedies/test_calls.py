@@ -1,12 +1,9 @@
 """softcap, log_n, temperatures, sigmoid, softpick and sinks: the spec they name, in the attention calls of anybody."""
 
-from __future__ import annotations
-
 import copy
 import math
 import sys
 import types
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +33,7 @@ from .foreign import Hand, everything, example, hf, jolted, out
 
 HOW = ("eager", "sdpa")
 BIAS = -math.log(6)
-CHANGES: dict[str, AttentionSpec] = {
+CHANGES = {
     "softcap:cap=0.5": AttentionSpec(cap=Softcap(0.5)),
     "log_n:length=3": AttentionSpec(scale=LogN(train_length=3)),
     "log_n:length=3,clip=true": AttentionSpec(scale=LogN(train_length=3, clip=True)),
@@ -82,7 +79,7 @@ def test_a_changed_call_is_that_of_the_spec(change, how, masked, layout):
     q, k, v = plain.heads(X)
     k, v = (y.repeat_interleave(4 // y.shape[1], dim=1) for y in (k, v))
     # n is the number of keys that a query sees.
-    options: Any = {"causal": False, "mask": visible, "params": params}
+    options = {"causal": False, "mask": visible, "params": params}
     if spec.scale.follows_position:
         options["pos_q"] = visible[:, 0].sum(-1) - 1
     o = reference.attend(spec, q, k, v, **options).out
@@ -280,7 +277,7 @@ def test_a_fused_call_after_a_written_example_and_a_flash_function_are_capped(
     monkeypatch,
 ):
     package = types.ModuleType("flash_attn")
-    package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    package.flash_attn_func = flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     model, flash, x = TwoWays(), Flash(), 5 * X.float()
     model.weights = True

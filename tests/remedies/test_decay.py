@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.training import adamw
 
 import qkeel
 from qkeel.errors import RefusedError
@@ -47,7 +48,7 @@ def test_plain_decay_needs_a_decay_that_is_decoupled(make, refused):
 def test_weights_without_a_gradient_are_not_decayed():
     for remedy in ("lalr:decay=plain", "qk_weight_decay"):
         model = attention(torch.float32)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        optimizer = adamw(model, 0.1, weight_decay=0.5)
         before = [p.detach().clone() for p in model.parameters()]
         with qkeel.apply(model, remedy, optimizer):
             optimizer.step()

@@ -1,11 +1,8 @@
 """Checkpoints in another shape: transformers loads them with the same outputs; what has no such shape is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from .models import decoder
 
 transformers = pytest.importorskip("transformers")
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 23,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -52,7 +49,7 @@ WINDOWS = {**WINDOW, "use_sliding_window": True, "max_window_layers": 0}
 BOTH = {"rope_parameters": dict.fromkeys(set(KINDS), ROPE)}
 OTHERWISE = {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}
 # The architecture aimed at with its config, and the class of the source's config with its own.
-CASES: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
+CASES = {
     "llama": ("qwen3", "Qwen3", {**LLAMA, "head_dim": 4}, "Llama", LLAMA),
     "llama tied": ("qwen3", "Qwen3", {**LLAMA, "head_dim": 4, **TIED}, "Llama", {**LLAMA, **TIED}),
     "llama with biases": ("qwen3", "Qwen3", {**LLAMA, "head_dim": 4, **BIASED}, "Llama", {**LLAMA, **BIASED}),
@@ -167,7 +164,7 @@ def test_another_eps_of_the_norm_goes_into_the_weights_where_that_is_exact(
     tmp_path,
 ):
     model, weights, config = before("llama")
-    for layer in model.model.layers:  # type: ignore[union-attr]
+    for layer in model.model.layers:
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
             norm.variance_epsilon = 4e-3
     source = stored(tmp_path / "in", weights, config)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.attention import Attention
 from tests.each_row import each_row
+from tests.training import adamw
 from torch import nn
 
 import qkeel
@@ -38,7 +39,7 @@ def moved(model):
 @pytest.mark.parametrize("on", ["all", "attention"])
 def test_sigma_reparam_is_folded_into_plain_layers(on):
     model = decoder(tied=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
+    optimizer = adamw(model, 0.03)
     handle = qkeel.apply(model, f"sigma_reparam:on={on},init=one", optimizer)
     train(model, optimizer, 3)
     weights = {id(p) for n, p in model.named_parameters() if "original" in n}
@@ -157,4 +158,4 @@ def test_what_cannot_be_folded_is_refused_and_left_alone(spec):
         fold(model)
     assert_same(before, snapshot(model))
     with pytest.raises(InvalidTypeError):
-        fold("model")  # type: ignore[arg-type]
+        fold("model")

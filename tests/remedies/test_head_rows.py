@@ -1,13 +1,12 @@
 """Rows of heads in weights of every layout, whole or split over two processes: their factors, norms and refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor, distributed
+from tests.training import sgd
+from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -29,7 +28,7 @@ def rows(index, axis=0):
 
 def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused():
     model = attention()
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizer = sgd(model, lr=1e-3)
     (site,) = find_sites(model)
     (query,) = site.query
     columns = HeadSlice(parameter=query.parameter, axis=1, index=query.index)
@@ -78,7 +77,7 @@ def part(rank, dim):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_squares_of_the_parts_add_up_to_those_of_the_heads(dim, monkeypatch):
     plain = torch.randn(4, 5, dtype=torch.float64)
-    sent: list[Tensor] = []
+    sent = []
     monkeypatch.setattr(
         "qkeel.distributed.sharding.reduced",
         lambda x, *_: (sent.append(x.clone()), 4 * x)[1],
@@ -105,7 +104,7 @@ def test_what_cannot_be_done_with_a_part_or_a_quantised_weight_is_refused():
     HeadNorms([PLAIN], [WHOLE], spectral_norm)
     model = attention()
     sites = find_sites(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     model.q_proj.weight = torch.nn.Parameter(
         torch.ones(16, 16, dtype=torch.int8), requires_grad=False
     )

@@ -1,15 +1,12 @@
 """Which optimizers lalr and qk_lr take, and that finding out leaves no trace."""
 
-from __future__ import annotations
-
 import copy
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from tests.each_row import each_row
+from tests.training import sgd
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import qkeel
@@ -17,7 +14,7 @@ from qkeel.errors import QkeelWarning, RefusedError
 
 from .models import attention, gradients, step_by
 
-LINEAR: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+LINEAR = {
     "Adadelta": lambda p: torch.optim.Adadelta(p),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr_decay=0.1, weight_decay=0.1),
     "Adam": lambda p: torch.optim.Adam(p, weight_decay=0.1),
@@ -39,7 +36,7 @@ LINEAR: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         p, lr=1e-4, weight_decay=0.1
     ),
 }
-REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
+REFUSED = {
     "Adafactor": (
         lambda p: torch.optim.Adafactor(p, lr=0.5),
         "Adafactor at half the rate was not half as long",
@@ -135,7 +132,7 @@ def test_others_are_taken_and_trying_them_leaves_everything_as_it_was(
     for grads in gradients(model, 2):
         step_by(model, optimizer, grads)
         scheduler.step()
-    calls: list[object] = []
+    calls = []
     hook = register_optimizer_step_post_hook(lambda *a: calls.append(a))
     before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     random = torch.get_rng_state()
@@ -198,7 +195,7 @@ def test_low_precision_weights_are_refused(dtype):
         RefusedError,
         match=f"which {dtype} weights round away .q_proj.weight.; keep float32",
     ):
-        qkeel.apply(model, "lalr", torch.optim.SGD(model.parameters(), lr=0.1))
+        qkeel.apply(model, "lalr", sgd(model))
 
 
 @pytest.mark.parametrize("remedy", ["lalr", "qk_lr", "qk_clip"])
@@ -218,7 +215,7 @@ def test_an_optimizer_that_cannot_be_tried_may_be_clipped_by_but_not_scaled():
         def __init__(self, model, secret):
             super().__init__(model.parameters(), {"lr": 0.1, "secret": secret})
 
-        def step(self, closure=None):  # type: ignore[override]
+        def step(self, closure=None):
             raise AssertionError("never stepped")
 
     model = attention(torch.float32)

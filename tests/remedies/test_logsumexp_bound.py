@@ -1,13 +1,11 @@
 """QK-Clip reads what the kernel hands out: largest logsumexps bound the logits, and heads over them are exact."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from tests.attention import Attention, Joint, fused_causal
+from tests.training import sgd
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -71,7 +69,7 @@ def test_heads_over_the_threshold_are_clipped_to_it_and_the_others_keep_their_bi
         model[1].q.weight[8:24] *= 20
     model.to(dtype)
     x = torch.randn(3, 9, 32).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     tau = 2.0
     qkeel.apply(model, f"qk_clip:threshold={tau}", optimizer, batch=x)
     torch.manual_seed(6)
@@ -95,7 +93,7 @@ def test_heads_over_the_threshold_are_clipped_to_it_and_the_others_keep_their_bi
 def test_a_reference_pass_between_two_trained_ones_does_not_clip():
     torch.manual_seed(7)
     model = nn.Sequential(Layer())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     x = torch.randn(2, 9, 32)
     qkeel.apply(model, "qk_clip:threshold=5", optimizer, batch=x)
     for _ in range(4):
@@ -125,7 +123,7 @@ def test_an_active_clip_saves_nothing_for_backward_in_a_checkpoint():
     for is_checkpointed in (False, True):
         torch.manual_seed(0)
         model = PartlyCheckpointed(is_checkpointed)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = sgd(model)
         qkeel.apply(model, "qk_clip:threshold=0.1", optimizer)
         losses.append([])
         for _ in range(6):
@@ -141,7 +139,7 @@ def test_an_idle_clip_makes_no_pass_over_q_and_k(
 ):
     torch.manual_seed(8)
     model = nn.Sequential(Layer(), Layer())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = sgd(model, 0.001)
     x = torch.randn(2, 9, 32)
     qkeel.apply(model, "qk_clip:threshold=100", optimizer, batch=x)
     calls = []
@@ -178,8 +176,8 @@ def test_a_compiled_pass_is_not_made_twice_while_nothing_is_over(by, monkeypatch
         torch._dynamo.reset()
         torch.manual_seed(9)
         last = Checkpointed() if by == "checkpointed" else Layer()
-        model: Any = Stack(Layer(padded=by == "padded layers"), Layer(), last)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        model = Stack(Layer(padded=by == "padded layers"), Layer(), last)
+        optimizer = sgd(model, 0.01)
         run = model
         if remedy != "none" and by == "padded layers":
             for layer in model:
@@ -220,8 +218,8 @@ def test_a_compiled_model_with_heads_over_the_threshold_is_clipped_exactly():
     for compiled in (False, True):
         torch._dynamo.reset()
         torch.manual_seed(10)
-        model: Any = Stack(Layer(), Layer())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model = Stack(Layer(), Layer())
+        optimizer = sgd(model, 0.0)
         x = torch.randn(2, 9, 32)
         run = torch.compile(model, backend="aot_eager") if compiled else model
         qkeel.apply(run, "qk_clip:threshold=2", optimizer, batch=x)
@@ -247,8 +245,8 @@ def test_no_second_pass_where_it_would_hang_or_see_other_inputs(reason, monkeypa
     torch._dynamo.reset()
     torch.manual_seed(11)
     x = torch.randn(2, 9, 32)
-    model: Any = (Writes if reason == "inputs" else Stack)(Layer(), Layer())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model = (Writes if reason == "inputs" else Stack)(Layer(), Layer())
+    optimizer = sgd(model, 0.0)
     run = torch.compile(model, backend="aot_eager")
     qkeel.apply(run, "qk_clip:threshold=5", optimizer, batch=x)
     second_passes = []

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from tests.quick import quick
+from tests.training import adamw
 from torch import nn
 
 import qkeel
@@ -67,7 +68,7 @@ class InState(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure=None):  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -92,7 +93,7 @@ def test_lalr_scales_the_steps_of_float32_copies(dtype):
             q.copy_(p)
     own, plain = (
         Copies(model, 0.01),
-        torch.optim.AdamW(twin.parameters(), lr=0.01, weight_decay=0.1),
+        adamw(twin, 0.01, weight_decay=0.1),
     )
     with (
         qkeel.apply(model, "lalr:tau=0.3", own.optimizer, batch=batch()),
@@ -246,7 +247,7 @@ def test_what_changes_the_base_below_adapters_is_refused(remedy):
         with qkeel.apply(model, "lalr:tau=0.1", optimizer, batch=x):
             pass
         merged = model.merge_and_unload()
-        optimizer = torch.optim.AdamW(merged.parameters())
+        optimizer = adamw(merged)
         with qkeel.apply(merged, remedy, optimizer, batch=x):
             pass
 

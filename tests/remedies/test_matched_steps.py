@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tests.training import adamw, sgd
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -27,10 +28,10 @@ class Sign(Optimizer):
     """Steps that do not depend on the size of the gradient, for which matched steps are exact."""
 
     def __init__(self, parameters, lr):
-        super().__init__(parameters, {"lr": lr})  # type: ignore[arg-type]
+        super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure=None):  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -51,7 +52,6 @@ def torch_attention(seed):
         D_MODEL, HEADS, batch_first=True, dtype=torch.float64
     )
     with torch.no_grad():
-        assert module.in_proj_bias is not None
         module.in_proj_bias.normal_(std=0.3)
         module.in_proj_weight[:D_MODEL].mul_(
             torch.tensor([6.0, 1.0, 3.0, 0.5]).repeat_interleave(D_MODEL // HEADS)[
@@ -133,7 +133,7 @@ def test_lalr_undoes_matched_steps_and_the_pair_is_refused_in_either_order(
     order,
 ):
     model = attention(torch.float32, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = adamw(model)
     with pytest.raises(RefusedError, match="undoes matched steps"):
         qkeel.apply(model, "+".join(order), optimizer)
     with (
@@ -147,10 +147,10 @@ def test_lalr_undoes_matched_steps_and_the_pair_is_refused_in_either_order(
 @pytest.mark.parametrize("spec", ["lalr", "qk_clip", "qk_lr", "qk_clip:steps=matched"])
 def test_a_remedy_on_steps_ends_with_its_optimizer(spec):
     model = attention(torch.float64, HEADS)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     qkeel.apply(model, spec, optimizer)
     del optimizer
-    qkeel.apply(model, spec, torch.optim.SGD(model.parameters(), lr=0.1))
+    qkeel.apply(model, spec, sgd(model))
     gc.collect()
     assert not active_remedies(model)
     # Of each, one hook counts the passes without a step; what reads logits is gone.

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from tests.attention import Attention, scores
+from tests.training import sgd
 from torch import nn
 
 import qkeel
@@ -214,7 +215,7 @@ def test_a_rollout_that_fills_a_cache_may_be_the_first_pass(spec, watched, cache
 
 def test_a_program_that_looks_for_its_batch_size_gets_its_own_error():
     model = Heads()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = sgd(model)
     handle = qkeel.apply(model, "lalr", optimizer)
     with pytest.raises(torch.OutOfMemoryError):
         model(torch.randn(8, 5, 32))

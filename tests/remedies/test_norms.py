@@ -1,23 +1,21 @@
 """Norms of queries, keys and values: each remedy is the spec it names, on own attention and on anybody's."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
 from contextlib import ExitStack
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from tests.each_row import each_row
+from tests.training import adamw, sgd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
 from qkeel import reference
-from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RefusedError
+from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.nn import MLA, Attention
 from qkeel.nn.mla import LatentSizes
 from qkeel.remedies.insert_norms import KINDS
@@ -43,13 +41,13 @@ START = math.log2(32 * 32 - 32)
 
 def norm_spec(kind, over, gain, on="qk"):
     """The spec that a norm's options name."""
-    norm: Any = KINDS[kind](on=on, over=over, gain=gain)  # type: ignore[arg-type]
+    norm = KINDS[kind](on=on, over=over, gain=gain)
     if kind != "l2":
         return AttentionSpec(norm=norm)
     if gain not in ("scalar", "head"):
         return AttentionSpec(norm=norm, scale=Sqrt())
-    per: Any = "layer" if gain == "scalar" else "head"
-    norm = L2Norm(over=over)  # type: ignore[arg-type]
+    per = "layer" if gain == "scalar" else "head"
+    norm = L2Norm(over=over)
     return AttentionSpec(norm=norm, scale=Learned(init=START, per=per))
 
 
@@ -142,7 +140,7 @@ def test_a_norm_whose_operators_show_none_is_known_as_one_all_the_same():
     with mock.patch.dict(KINDS, mine=Mine):
         check("linear", "qk_norm:kind=mine", norm_spec("mine", "head", "dim"))
         model = Hand("linear").double()
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = adamw(model)
         with pytest.raises(RefusedError):
             qkeel.apply(model, ["qk_norm:kind=mine", "qk_clip"], optimizer, batch=X)
 
@@ -346,7 +344,7 @@ def test_a_bias_leaves_a_product_of_the_rows_and_what_is_none_is_refused(
 ):
     for logits in (biased, activated, gated, over_std):
         model = Several(logits).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         before = everything(model)
         if logits is biased:
             (site,) = qkeel.find_sites(model, X)
@@ -362,7 +360,7 @@ def test_a_bias_leaves_a_product_of_the_rows_and_what_is_none_is_refused(
 LATE = AttentionSpec(position=Rope(order="rotate_then_norm"))
 WIDE = MLA(D_MODEL, 2, sizes=LatentSizes(value_dim=12))
 L2 = {"kind": "l2", "gain": "scalar"}
-OWN: list[tuple[type[QkeelError] | None, Any, str, dict[str, Any]]] = [
+OWN = [
     (InvalidValueError, AttentionSpec(), "qk_norm", L2),  # starts at which length?
     *((InvalidValueError, AttentionSpec(), "qk_norm", {**L2, "length": n}) for n in (1, 0, -3)),
     (InvalidTypeError, AttentionSpec(), "qk_norm", {**L2, "length": math.nan}),
@@ -434,7 +432,7 @@ def test_the_scale_of_unit_vectors_starts_at_the_training_length_and_keeps_log_n
 @pytest.mark.parametrize("drop", [True, False])
 def test_qkv_norm_drops_the_norm_before_attention(order, drop):
     model = decoder(norm_order=order)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     loss(model, tokens()).backward()
     had = order in ("pre", "peri")
     dropped = getattr(model.blocks[0], "attention_norm" if had else "mlp")
@@ -508,7 +506,7 @@ class CheckpointedBlock(nn.Module):
 def test_a_norm_of_a_fused_projection_in_a_checkpoint_can_be_looked_through(reentrant):
     model = nn.Sequential(nn.Linear(16, 16), CheckpointedBlock(reentrant))
     x = torch.randn(2, 6, 16, requires_grad=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     qkeel.apply(model, "qk_norm", optimizer, batch=x)
     qkeel.apply(model, "softcap:cap=2", optimizer, batch=x)
     (site,) = qkeel.find_sites(model, x)

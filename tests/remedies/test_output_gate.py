@@ -53,7 +53,7 @@ def test_the_gate_is_a_sigmoid_of_the_input_before_the_output_projection(
 class Placed(Hand):
     """Its hidden states come after whole numbers, as positions do."""
 
-    def forward(self, place, x):  # type: ignore[override]
+    def forward(self, place, x):
         return Hand.forward(self, x)
 
 

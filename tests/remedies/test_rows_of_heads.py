@@ -1,13 +1,12 @@
 """Remedies on steps act on the rows of queries and keys in every layout of the table, and leave all else bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 import torch
 from tests.attention import values
 from tests.sites.models import CASES
+from tests.training import adamw, sgd, step
 
 import qkeel
 from qkeel.sites import Tap
@@ -88,11 +87,10 @@ def test_a_clip_brings_each_head_or_the_worst_of_a_group_to_the_threshold(name, 
     sites = [*qkeel.find_sites(model, x)]
     before = largest(model, x, sites)
     tau = float(before.mean())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     remedy = f"qk_clip:threshold={tau},groups={groups}"
     with qkeel.apply(model, remedy, optimizer, batch=x):
-        model(x).sum().backward()
-        optimizer.step()
+        step(model, optimizer, x)
     gamma = (tau / before).clamp(max=1)
     if groups == "group":
         heads, keys = CASES[name].heads
@@ -106,7 +104,7 @@ def test_a_clip_brings_each_head_or_the_worst_of_a_group_to_the_threshold(name, 
 
 def test_gains_of_norms_on_queries_and_keys_are_frozen_and_those_of_values_are_not():
     model = decoder(spec=qkeel.preset("qwen3"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = adamw(model, 0.1)
     before = values(model)
     with qkeel.apply(model, "frozen_qk", optimizer):
         train(model, optimizer, 3)

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from tests.attention import Attention
+from tests.training import adamw, sgd
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -31,7 +32,7 @@ def made():
     model = attention(torch.float64, 2)
     with torch.no_grad():
         model.q_proj.weight.mul_(3)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+    return model, adamw(model, 0.05)
 
 
 def train(model, optimizer, steps):
@@ -228,7 +229,7 @@ def test_momentum_shows_that_steps_were_taken_and_an_initialised_state_does_not(
     is_stepped,
 ):
     model, _ = handwritten(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model, momentum=0.9)
     if is_stepped:
         steps(model, [optimizer], 1)
     else:

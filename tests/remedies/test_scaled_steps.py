@@ -1,20 +1,17 @@
 """A step under a remedy is the optimizer's own times a factor for each head, for any optimizer; factors by hand."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
+from tests.training import adamw, sgd
 from torch import nn
 
 import qkeel
 from qkeel.remedies import REMEDIES
 
-from .models import Make, attention, gradients, mla, step_by
+from .models import attention, gradients, mla, step_by
 
 TAU, RATE, DECAY = 0.3, 0.01, 0.1
-OPTIMIZERS: dict[str, Make] = {
+OPTIMIZERS = {
     "adamw": lambda p, lr: torch.optim.AdamW(p, lr, weight_decay=DECAY),
     "adamw_fused": lambda p, lr: torch.optim.AdamW(
         p, lr, weight_decay=DECAY, fused=True
@@ -94,7 +91,7 @@ def test_each_head_takes_its_factor_of_the_optimizers_own_step(name, options):
 
 def factors(model, changes, remedy="lalr:tau=1"):
     """The factor of each row after weights were multiplied, read off one step of plain SGD."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = sgd(model, 0.5)
     with qkeel.apply(model, remedy, optimizer):
         with torch.no_grad():
             for name, factor in changes.items():
@@ -137,7 +134,6 @@ def twice():
 
 Q, K = "q_proj", "k_proj"
 # A model, by what its weights are multiplied after the start, τ, and the factors: by hand from algorithms 1 and 2.
-CASES: list[tuple[Callable[[], nn.Module], dict[str, float], float, dict[str, float]]]
 CASES = [
     (attention, {}, 0.25, {Q: 0.25, K: 0.25, "v_proj": 1, "o_proj": 1}),
     (lambda: attention(n_kv_heads=4), {Q: 5, K: 3}, 1, {Q: 1 / 3, K: 1 / 5}),
@@ -202,7 +198,7 @@ def test_biases_keep_the_base_rate_and_so_do_weights_that_were_zero_at_the_start
     assert torch.allclose(rates["q_proj.bias"], torch.ones(16).double())
     assert torch.allclose(rates["k_proj.bias"], torch.ones(8).double())
     model = zero()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = sgd(model, 0.5)
     with qkeel.apply(model, "lalr:tau=0.5", optimizer):
         nn.init.constant_(model.q_proj.weight, 3.0)  # nothing to be compared with
         keys = model.k_proj.weight.detach() - 0.25
@@ -220,7 +216,7 @@ def test_the_factors_of_two_remedies_multiply():
         "qk_lr:factor=0.5+lalr:tau=0.5",
     ):
         model = attention()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimizer = adamw(model, 0.1)
         qkeel.apply(model, remedy, optimizer)
         for grads in gradients(model, 5):
             step_by(model, optimizer, grads)

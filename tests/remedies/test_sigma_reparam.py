@@ -1,13 +1,11 @@
 """sigma_reparam against the obvious implementation, its buffer, its gain, and folding it."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import pytest
 import torch
 from tests.each_row import each_row
+from tests.training import adamw, sgd
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -72,10 +70,7 @@ def test_equals_the_obvious_implementation_over_training_steps(init, shape):
     start = start * torch.sign(start @ model.scale.right)  # it has no sign
     sigma = torch.linalg.matrix_norm(weight, 2)
     plain = Plain(weight, sigma if init == "keep" else torch.ones_like(sigma), start)
-    a, b = (
-        torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
-        for m in (model.linear, plain)
-    )
+    a, b = (sgd(m, momentum=0.9) for m in (model.linear, plain))
     rng = torch.Generator().manual_seed(1)
     for step in range(20):
         x = torch.randn(3, shape[1], generator=rng, dtype=torch.float64)
@@ -105,16 +100,16 @@ def changed(*shape):
 def trained(*reentrant, compiled=False):
     """Weights, gradients and buffers after two steps."""
     model = changed(9, 9)
-    run: Any = torch.compile(model, backend="aot_eager") if compiled else model
+    run = torch.compile(model, backend="aot_eager") if compiled else model
     rng = torch.Generator().manual_seed(3)
-    optimizer = torch.optim.SGD(model.linear.parameters(), lr=0.1)
+    optimizer = sgd(model.linear)
     for _ in range(2):
         optimizer.zero_grad()
         x = torch.randn(4, 9, generator=rng, dtype=torch.float64, requires_grad=True)
         run(x, *reentrant).square().sum().backward()
         optimizer.step()
     parameters = list(model.linear.parameters())
-    return [*parameters, *(p.grad for p in parameters), *model.linear.buffers()]  # type: ignore[misc]
+    return [*parameters, *(p.grad for p in parameters), *model.linear.buffers()]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +179,7 @@ def test_the_scale_stays_in_full_precision_under_autocast_and_casts():
 
 def test_the_stored_weight_is_that_of_a_site_and_is_what_step_remedies_scale():
     model = decoder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     qkeel.apply(model, "sigma_reparam+qk_lr:factor=0", optimizer)
     site = qkeel.find_sites(model)[0]
     stored = f"{Q}.parametrizations.weight.original"
@@ -255,7 +250,7 @@ class Encoder(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding, self.head = nn.Embedding(13, 16), nn.Linear(16, 13)
-        self.layer: Any = nn.TransformerEncoderLayer(
+        self.layer = nn.TransformerEncoderLayer(
             16, 2, 32, dropout=0.0, batch_first=True
         )
 
@@ -267,7 +262,7 @@ class Encoder(nn.Module):
 def test_torchs_own_attention_is_scaled_restored_and_folded(on):
     model, x = Encoder(), tokens()
     own = model.layer.self_attn
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = adamw(model, 0.01)
     before, output = snapshot(model, optimizer), model(x)
     with torch.no_grad():
         fast = model.eval()(x)

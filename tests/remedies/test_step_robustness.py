@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from tests.attention import Attention
+from tests.training import sgd
 
 import qkeel
 from qkeel.errors import RefusedError
@@ -53,7 +54,7 @@ class ScheduleFree(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure=None):  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -105,7 +106,7 @@ def test_a_wrapper_that_is_no_optimizer_itself_is_looked_through():
         def param_groups(self):
             return self.optimizer.param_groups
 
-        def step(self, closure=None):  # type: ignore[override]
+        def step(self, closure=None):
             self.optimizer.step()
 
     results = []
@@ -276,7 +277,7 @@ def test_attention_that_is_put_in_later_is_told_once(remedy, own):
 
     torch.manual_seed(0)
     model, x = Layers(layer(), layer()), torch.randn(2, 5, 16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with (
         warnings.catch_warnings(record=True) as warned,
         qkeel.apply(model, remedy, optimizer, batch=x),

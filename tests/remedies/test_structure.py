@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.training import sgd
 from torch import nn
 
 import qkeel
@@ -32,7 +33,7 @@ def test_spectral_cap_bounds_every_head_or_matrix_after_a_step_and_leaves_the_re
     q, k, v = (getattr(model.blocks[0].attention, f"{n}_proj") for n in "qkv")
     with torch.no_grad():
         q.weight[:4] *= 5  # one head of four
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     q0, k0, v0 = (m.weight.detach().clone() for m in (q, k, v))
     cap = singular(q0[:4]) / 2
     qkeel.apply(model, f"spectral_cap:per={per}", optimizer, cap=cap)
@@ -56,7 +57,7 @@ def test_a_reordered_own_model_computes_what_one_built_in_that_order_computes(
         for block in model.blocks:
             block.attention_norm.weight.uniform_(0.5, 1.5)
             block.mlp_norm.weight.uniform_(0.5, 1.5)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, built)]
+    optimizers = [sgd(m) for m in (model, built)]
     qkeel.apply(model, f"{order}_norm", optimizers[0])
     built.load_state_dict(model.state_dict())  # the same names
     for m, optimizer in zip((model, built), optimizers):

@@ -7,11 +7,11 @@ import dataclasses
 import math
 import random
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
 from tests.attention import Attention as Foreign
+from tests.training import sgd
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -52,7 +52,7 @@ def computed_by_hook(layer):
     layer.register_parameter("raw", stored)
 
     def compute(module, _):
-        module.weight = module.raw / module.raw.norm() * 4  # type: ignore[operator]
+        module.weight = module.raw / module.raw.norm() * 4
 
     compute(layer, None)
     layer.register_forward_pre_hook(compute)
@@ -67,7 +67,7 @@ def with_a_gain(layer):
     return layer
 
 
-WRAPS: dict[str, Callable[[nn.Linear], nn.Linear]] = {
+WRAPS = {
     "plain": lambda layer: layer,
     "spectral_norm": nn.utils.spectral_norm,
     "weight_norm": with_a_gain,
@@ -201,7 +201,7 @@ def largest(drawn, inputs):
 
 def applied(drawn, spec, lr=0.0):
     """The optimizer of a model under a remedy, or None if the remedy is refused."""
-    optimizer = torch.optim.SGD(drawn.model.parameters(), lr=lr)
+    optimizer = sgd(drawn.model, lr)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -270,7 +270,7 @@ def test_rates_follow_the_weights_in_use(seed):
     if optimizer is None:
         assert drawn.wrap != "plain"
         return
-    reference = torch.optim.SGD(plain.model.parameters(), lr=rate)
+    reference = sgd(plain.model, rate)
     for one, step in ((drawn, optimizer), (plain, reference)):
         one.model(one.x).square().mean().backward()
         step.step()
@@ -305,7 +305,7 @@ def test_norms_of_heads_do_not_depend_on_how_weights_are_computed(wrap, groups):
     model = nn.Sequential(Layer(q, k, projections[2], heads=4, size=8))
     x = torch.randn(2, 6, 32, dtype=torch.float64)
     model(x)
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizer = sgd(model, lr=1e-3)
     try:
         handle = qkeel.apply(model, "qk_norm", optimizer, batch=x)
     except RefusedError:
@@ -329,7 +329,7 @@ def test_keys_that_are_their_own_values_are_left_alone_however_sites_are_known(s
     else:
         query, key = nn.Linear(8, 8), nn.Linear(8, 8)
         model = nn.Sequential(Layer(query, key, key, heads=2, size=4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     more = {"batch": x} if shown == "batch" else {}
     if shown == "sites":
         more = {"sites": qkeel.find_sites(model, x)}
@@ -360,7 +360,7 @@ def test_layers_of_the_same_weights_are_clipped_together_or_not_at_all(
     assert len(sites) == 2
     names = [sites[int(i)].name for i in clipped]
     remedy = QKClip(threshold=0.1, heads=tuple((name, ()) for name in names))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     if len(clipped) == 1:
         with pytest.raises(RefusedError, match="other layers"):
             qkeel.apply(model, remedy, optimizer, batch=x)

@@ -1,7 +1,5 @@
 """z_loss: the gradient is that of a loss with the term written out, however the loss weighs its tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -33,7 +31,7 @@ def square(z):
 
 
 # Per way of weighing tokens: the loss, and the z term a user would write beside it.
-WAYS: dict[str, tuple[Loss, Callable[[Tensor], Tensor]]] = {
+WAYS = {
     "mean": (cross_entropy, lambda z: z_loss(z, C)),
     "sum": (
         lambda z, y: cross_entropy(z, y, reduction="sum"),

@@ -257,7 +257,7 @@ class Adapted(nn.Module):
 
 def adapted(*, orthogonal):
     model = Heads()
-    model.q = Adapted(orthogonal)  # type: ignore[assignment]
+    model.q = Adapted(orthogonal)
     return model
 
 
@@ -346,14 +346,14 @@ def layer():
     return nn.TransformerEncoderLayer(M, H, batch_first=True, dropout=0.1)
 
 
-Q: list[list[Rows]] = [[("q.weight", 0, block())]]
-K: list[list[Rows]] = [[("k.weight", 0, block())]]
+Q = [[("q.weight", 0, block())]]
+K = [[("k.weight", 0, block())]]
 FUSED_Q, FUSED_K = (("qkv.weight", 0, block(H, start)) for start in (0, H * D))
 IN_PROJ = "self_attn.in_proj_weight"
 PER_HEAD = torch.arange(3 * H * D).view(H, 3, D)
 INNERMOST = torch.arange(3 * H * D).view(3, D, H).mT
-A: Rows = ("q.a.weight", 0, torch.arange(3)[None])
-OF_ADAPTER: list[list[Rows]] = [
+A = ("q.a.weight", 0, torch.arange(3)[None])
+OF_ADAPTER = [
     [("q.base.weight", 0, block())],
     [A, ("q.b.weight", 0, block())],
 ]
@@ -361,12 +361,12 @@ OF_ADAPTER: list[list[Rows]] = [
 
 def of_attend(attend, **options):
     groups = options.pop("groups", H)
-    keys: list[list[Rows]] = [[("k.weight", 0, block(groups))]]
+    keys = [[("k.weight", 0, block(groups))]]
     build = lambda: Heads(attend, groups)  # noqa: E731
     return Case(build=build, query=Q, key=keys, heads=(H, groups), **options)
 
 
-CASES: dict[str, Case] = {
+CASES = {
     # layouts of the scores
     "written": of_attend(plain),
     "fused function": of_attend(fused),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 M, H, D, T, B = 32, 4, 8, 24, 2
 NEVER = -math.inf
@@ -44,7 +44,7 @@ class Sparse(nn.Module):
         )
         self.v_proj = nn.Linear(M, n_kv_heads * D, bias=False)
         self.n_kv_heads = n_kv_heads
-        self.hidden: dict[str, Tensor] = {}
+        self.hidden = {}
         self.input = torch.empty(0)
 
     def qkv(self, x):
@@ -56,7 +56,7 @@ class Sparse(nn.Module):
             heads(self.v_proj(x), n),
         )
 
-    def double(self, linear, n):  # type: ignore[override]
+    def double(self, linear, n):
         """A projection of the last input in float64, as heads."""
         return heads(self.input @ linear.weight.detach().double().mT, n)
 

@@ -1,11 +1,7 @@
 """Modules whose logit is a sum of products, as they are written in the field, and what is not one."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 H, T, D = 4, 6, 8
 
@@ -151,7 +147,7 @@ def convolutions(m, p):
 
 
 Terms = list[tuple[list[str], list[str]]]
-SUMS: dict[str, tuple[Callable[[Sum, dict[str, Tensor]], Tensor], str, Terms]] = {
+SUMS = {
     "two": (two, "q1 k1 q2 k2", [(["q1"], ["k1"]), (["q2"], ["k2"])]),
     "in place": (in_place, "q1 k1 k2", [(["q1"], ["k1"]), (["q1"], ["k2"])]),
     "alpha": (
@@ -223,7 +219,7 @@ def capped_part(m, p):
 
 
 # What is not known of each, in the words of the site.
-UNKNOWN: dict[str, tuple[Callable[[Sum, dict[str, Tensor]], Tensor], str]] = {
+UNKNOWN = {
     "gated bias": (
         gated,
         "a term added to its scores depends on the input and is not a product",

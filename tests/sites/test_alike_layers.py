@@ -1,7 +1,5 @@
 """Of layers that are alike one is read, the others run once, and a layer that only seems to be alike is seen."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.attention import Joint, fused_causal
@@ -43,12 +41,12 @@ def layers(n, normed=False):
 @pytest.fixture
 def runs(monkeypatch):
     """The names of the modules that run again."""
-    names: list[str] = []
+    names = []
     logits = verify.Rerun.logits
 
     def counted(rerun, *args):
         names.append(rerun.frame.name)
-        return logits(rerun, *args)  # type: ignore[arg-type]
+        return logits(rerun, *args)
 
     monkeypatch.setattr(verify.Rerun, "logits", counted)
     return names

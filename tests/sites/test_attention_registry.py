@@ -1,7 +1,5 @@
 """Attention that transformers looks up by name is seen, whoever registered it, with the same numbers each time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,7 +8,6 @@ transformers = pytest.importorskip("transformers")
 from qkeel import find_sites  # noqa: E402
 from qkeel.capture.calls import statistics  # noqa: E402
 from qkeel.capture.intercept import CaptureMode  # noqa: E402
-from qkeel.functional.statistics import LogitStats  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
@@ -85,7 +82,7 @@ def llama(name):
 def watched(model):
     """Logits of the tokens that are not padding, and statistics per site; watching changes neither."""
     expected = model(input_ids=IDS, attention_mask=KEEP).logits
-    found: dict[str, LogitStats] = {}
+    found = {}
     with CaptureMode(model, lambda s: found.update({s.name: statistics(s.call)})):
         logits = model(input_ids=IDS, attention_mask=KEEP).logits
     assert torch.equal(logits[KEEP == 1], expected[KEEP == 1])

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from qkeel import find_sites
 from qkeel.capture.calls import statistics
 from qkeel.capture.intercept import CaptureMode
-from qkeel.functional.statistics import LogitStats
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
@@ -50,7 +49,7 @@ def heads_one_by_one(q, k, v):
 
 
 # How to make it, and whether a function mode does not see it.
-WAYS: dict[str, tuple[Callable[[], Attend], bool]] = {
+WAYS = {
     "script": (lambda: torch.jit.script(attention), True),
     "script of the softmax alone": (softmax_in_a_script, True),
     "vmap over heads": (lambda: heads_one_by_one, True),
@@ -68,7 +67,7 @@ every_way = pytest.mark.parametrize("name", WAYS)
 
 
 def seen(model, x):
-    found: list[LogitStats] = []
+    found = []
     with (
         torch.no_grad(),
         CaptureMode(model, lambda captured: found.append(statistics(captured.call))),

@@ -1,13 +1,11 @@
 """A site is a caller: a module that is called with several sets of weights makes a site for each of them."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 import torch
 from tests.attention import Attention, scores, written
-from torch import Tensor, nn
+from torch import nn
 
 from qkeel import find_sites, watch
 
@@ -19,7 +17,7 @@ class Core(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.noted: list[Tensor] = []
+        self.noted = []
 
     def forward(self, q, k, v):
         self.noted.append(
@@ -85,7 +83,7 @@ class Program(nn.Module):
         """The largest logit [h] of each set of weights, by the name of the query's weight."""
         self.core.noted.clear()
         self(x)
-        maxima: dict[str, Tensor] = {}
+        maxima = {}
         for number, largest in zip(self.order, self.core.noted, strict=True):
             inner = "weights." if isinstance(self.parts[number], Block) else ""
             name = f"parts.{number}.{inner}q.weight"

@@ -1,10 +1,7 @@
 """A search leaves gradient checkpointing on: it finds what it finds without, and takes no more memory than a step."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
-from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
@@ -63,7 +60,7 @@ class Stack(nn.Module):
 def by_function(reentrant):
     return lambda block, x: torch_checkpoint.checkpoint(
         block, x, use_reentrant=reentrant
-    )  # type: ignore[return-value]
+    )
 
 
 def nested(block, x):
@@ -91,7 +88,7 @@ class Live(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.now = self.peak = 0
-        self.known: dict[int, int] = {}
+        self.known = {}
 
     def _gone(self, key):
         self.now -= self.known.pop(key)
@@ -112,7 +109,7 @@ class Live(TorchDispatchMode):
 
 @contextmanager
 def most():
-    found: list[int] = []
+    found = []
     with Live() as live:
         yield found
     found.append(live.peak)
@@ -135,7 +132,7 @@ def known(model, x):
 
 
 _WRAPPER = "._checkpoint_wrapped_module"
-KINDS: dict[str, Callable[[], nn.Module]] = {
+KINDS = {
     "reentrant": lambda: Stack(by_function(True)),
     "not reentrant": lambda: Stack(by_function(False)),
     "one inside the other": lambda: Stack(nested),

@@ -1,9 +1,5 @@
 """Attention that nothing can see is watched as its description says."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +16,6 @@ from qkeel.errors import (
     ShapeError,
     UnknownNameError,
 )
-from qkeel.functional.statistics import LogitStats
 from qkeel.patching.guards import FaultGuard
 from qkeel.sites import Reading, describe
 from qkeel.spec import AttentionSpec, RMSNorm
@@ -66,7 +61,7 @@ def described(model, name="layers.0", **more):
 
 
 def watch(model, sites, *inputs):
-    found: dict[str, LogitStats] = {}
+    found = {}
 
     def note(sighting):
         assert sighting.name not in found
@@ -124,7 +119,7 @@ def test_functions_may_read_q_k_and_the_mask_from_the_arguments_of_the_forward()
     assert "computes it" in site.why
     x, keep = torch.randn(B, T, 8), torch.ones(B, T, dtype=torch.bool)
     keep[1, 4:] = False
-    found: list[LogitStats] = []
+    found = []
     with CaptureMode(
         model, lambda s: found.append(statistics(s.call)), described=[site]
     ):
@@ -141,8 +136,8 @@ def test_what_is_visible_inside_a_described_module_is_reported_once_as_described
             return y.transpose(1, 2).flatten(2)
 
     model, x = nn.Sequential(Visible(), Visible()), torch.randn(B, T, H * D)
-    how: list[tuple[str, str]] = []
-    stats: list[LogitStats] = []
+    how = []
+    stats = []
 
     def note(sighting):
         how.append((sighting.name, sighting.how))
@@ -190,7 +185,7 @@ def test_a_projection_that_all_heads_share_is_one_slice():
     assert site.query[0].index.tolist() == [list(range(D))]
 
 
-BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+BAD = {
     "module": (
         {"name": "layer.0"},
         UnknownNameError,
@@ -233,7 +228,7 @@ def test_a_description_that_does_not_fit_is_refused_at_once(name):
 
 def test_only_a_module_can_be_described():
     with pytest.raises(InvalidTypeError, match=r"expected a torch\.nn\.Module"):
-        described({})  # type: ignore[arg-type]
+        described({})
 
 
 @pytest.mark.parametrize(

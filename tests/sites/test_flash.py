@@ -1,10 +1,7 @@
 """flash-attn's functions are read right and seen under every alias; a stand-in has their names and signatures."""
 
-from __future__ import annotations
-
 import sys
 import types
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +13,7 @@ from transformers import modeling_flash_attention_utils as wrappers
 
 from qkeel import find_sites
 from qkeel.capture.calls import statistics
-from qkeel.capture.intercept import CapturedCall, CaptureMode
-from qkeel.functional.statistics import LogitStats
+from qkeel.capture.intercept import CaptureMode
 
 from . import flash_stand_in as stand_in
 
@@ -49,11 +45,11 @@ def _installed(monkeypatch):
 def parts(t, s):
     generator = torch.Generator().manual_seed(t)
     shapes = ((B, t, H, D), (B, s, G, D), (B, s, G, D))
-    return tuple(2 * torch.randn(shape, generator=generator) for shape in shapes)  # type: ignore[return-value]
+    return tuple(2 * torch.randn(shape, generator=generator) for shape in shapes)
 
 
 def seen(call):
-    found: list[LogitStats] = []
+    found = []
     with CaptureMode(nn.Identity(), lambda s: found.append(statistics(s.call))):
         out = call()
     (stats,) = found
@@ -80,7 +76,7 @@ def check(stats, pairs, options):
     assert len(stats.key_norm) == pairs[0][1].shape[1]
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "none": {},
     "causal": {"causal": True},
     "scale": {"softmax_scale": 0.7},
@@ -172,7 +168,7 @@ def test_the_rows_of_each_head_are_found():
         ends = torch.tensor([0, 3, 8])
         return stand_in.flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=causal)
 
-    flash = sys.modules["flash_attn"].flash_attn_func  # type: ignore[attr-defined]
+    flash = sys.modules["flash_attn"].flash_attn_func
     for attend, x in (
         (flash, torch.randn(B, 5, H * D)),
         (packed, torch.randn(8, H * D)),
@@ -205,7 +201,7 @@ flash_attn = types.SimpleNamespace(flash_attn_func=flash_attn_func)
     exec(source, vars(home))
     monkeypatch.setitem(sys.modules, home.__name__, home)
     model, x = Block(home.flash_attn.flash_attn_func), torch.randn(B, 5, H * D)
-    found: list[CapturedCall] = []
+    found = []
     with CaptureMode(model, found.append):
         model(x)
     (how,) = [s.how for s in found]
@@ -269,7 +265,7 @@ def test_what_transformers_wrappers_call_is_seen_padded_or_not(
         (mask, "flash_attn_varlen_func", 10),
     ):
         plain = model(x, given)
-        found: list[CapturedCall] = []
+        found = []
         with CaptureMode(model, found.append):
             assert torch.equal(model(x, given), plain)
         (one,) = found

@@ -1,7 +1,5 @@
 """flex_attention is seen under any name, compiled or not, with the statistics of what its score_mod and masks make."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
@@ -20,8 +18,7 @@ from torch.nn.attention.flex_attention import (
 
 from qkeel import find_sites
 from qkeel.capture.calls import statistics
-from qkeel.capture.intercept import CapturedCall, CaptureMode
-from qkeel.functional.statistics import LogitStats
+from qkeel.capture.intercept import CaptureMode
 from qkeel.kernels import statistics as kernel
 
 pytestmark = pytest.mark.filterwarnings(
@@ -73,7 +70,7 @@ def masked(mod, b=None, h=None):
 
 
 # score_mod, block mask, what they do to scores z, and who sees whom: [b h t s] at b, h, i, j.
-CASES: dict[str, tuple[Mod | None, BlockMask | None]] = {
+CASES = {
     "nothing": (None, None),
     "causal": (None, masked(causal)),
     "a window of its own per head": (None, masked(window, h=H)),
@@ -88,7 +85,7 @@ CASES: dict[str, tuple[Mod | None, BlockMask | None]] = {
 
 def parts(case):
     generator = torch.Generator().manual_seed(len(case))
-    return tuple(3 * torch.randn(B, n, T, D, generator=generator) for n in (H, G, G))  # type: ignore[return-value]
+    return tuple(3 * torch.randn(B, n, T, D, generator=generator) for n in (H, G, G))
 
 
 def oracle(case, q, k):
@@ -128,7 +125,7 @@ class Flex(nn.Module):
 
 
 def seen(model, *inputs, **kwargs):
-    found: list[LogitStats] = []
+    found = []
     with (
         torch.no_grad(),
         CaptureMode(model, lambda s: found.append(statistics(s.call))),
@@ -210,8 +207,8 @@ def code():
 def test_the_function_is_as_it_was_after_exceptions_and_nested_watchers():
     before, (q, k, v) = code(), parts("nested")
     model = Flex(functools.partial(flex_attention, enable_gqa=True))
-    outer: list[CapturedCall] = []
-    inner: list[CapturedCall] = []
+    outer = []
+    inner = []
     with torch.no_grad(), CaptureMode(model, outer.append):
         assert code() != before
         with CaptureMode(model, inner.append):
@@ -223,7 +220,7 @@ def test_the_function_is_as_it_was_after_exceptions_and_nested_watchers():
         ):
             flex_attention(q, k[:, :1], v)
         with pytest.raises(TypeError, match="missing 1 required positional argument"):
-            flex_attention(q, k)  # type: ignore[call-arg]
+            flex_attention(q, k)
     assert (len(outer), len(inner)) == (2, 1)
     assert code() == before
     assert (before[1], before[2]) == ({}, [])

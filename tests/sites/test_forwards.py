@@ -1,7 +1,5 @@
 """Forward passes are seen from outside: eager, compiled in every way people compile, copied, pickled, checkpointed."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -36,9 +34,9 @@ class Log:
     """What was seen: for each pass whether it was compiled, and how many ended."""
 
     def __init__(self, model):
-        self.compiled: list[bool] = []
+        self.compiled = []
         self.ended = 0
-        self.failed: list[bool] = []
+        self.failed = []
         self.guard = FaultGuard("{}")
         self.handle = ForwardPasses(model, self._before, self._after, guard=self.guard)
 
@@ -97,8 +95,8 @@ def full_graph(model):
 
 
 def block_by_block(model):
-    model.first.compile(backend="eager")  # type: ignore[union-attr,operator]
-    model.second.compile(backend="eager")  # type: ignore[union-attr,operator]
+    model.first.compile(backend="eager")
+    model.second.compile(backend="eager")
     return model, Log(model)
 
 

@@ -1,10 +1,7 @@
 """HeadSlice: rows and columns of heads in any layout, as views where that is possible."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.sites import HeadSlice
@@ -13,7 +10,7 @@ from qkeel.sites.site import rows
 H, R, M = 4, 3, 5
 ROWS = torch.arange(3 * H * R)
 # Where the key rows of each head are, in a weight that holds q, k and v.
-LAYOUTS: dict[str, tuple[Tensor, bool]] = {
+LAYOUTS = {
     "alone": (torch.arange(H * R).view(H, R), True),
     "after the queries": (ROWS.view(3, H, R)[1], True),
     "interleaved per head": (ROWS.view(H, 3, R)[:, 1], True),

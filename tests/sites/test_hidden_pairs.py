@@ -1,7 +1,5 @@
 """What counts as hidden: the numbers of masks, and none of a bias, in every kind of call."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -53,7 +51,7 @@ def test_published_biases_hide_nothing_and_so_does_one_that_grows_without_bound(
     st.lists(st.floats(-9e3, 0.0, exclude_min=True), min_size=2, max_size=20),
     st.floats(-100, 100),
 )
-def test_hiding_follows_the_definition(numbers: list[float], shift: float) -> None:
+def test_hiding_follows_the_definition(numbers, shift):
     x = torch.tensor([*numbers, shift], dtype=torch.float64)
     found = hides(x)
     ordered = x.sort().values

@@ -1,13 +1,12 @@
 """Calls of F.scaled_dot_product_attention are read by that name, and whatever arrives in another way is not lost."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import ExitStack
 
 import pytest
 import torch
 from tests.attention import Joint, written_causal
+from tests.training import sgd, step
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -107,7 +106,7 @@ def tapped(request):
 @pytest.fixture
 def callbacks(monkeypatch):
     """The torch functions that have passed through a CaptureMode."""
-    passed: list[object] = []
+    passed = []
     before = CaptureMode.__torch_function__
 
     def note(self, func, types, args=(), kwargs=None):
@@ -143,12 +142,11 @@ def test_calls_by_name_are_read_without_a_callback_for_each_torch_function(
 
 def test_watch_needs_no_callback_after_its_first_look_at_the_model(callbacks):
     model = stack(by_name, by_name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with qkeel.watch(model, optimizer):
         for i in PASSES:
             callbacks.clear()
-            model(batch(i)).sum().backward()
-            optimizer.step()
+            step(model, optimizer, batch(i))
             assert bool(callbacks) == (i in (0, 1, 2, 4)), i
 
 

@@ -1,7 +1,5 @@
 """Attention written by hand in the ways people write it is found, with its exact statistics."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -16,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from qkeel import find_sites
 from qkeel.capture.calls import statistics
 from qkeel.capture.intercept import CaptureMode
-from qkeel.functional.statistics import LogitStats
 from qkeel.sites import Tap
 
 B, H, T, D = 2, 4, 6, 8
@@ -72,7 +69,7 @@ def without_softmax(q, k, v):
 
 
 def checkpointed(q, k, v):
-    return checkpoint(nanogpt, q, k, v, use_reentrant=True)  # type: ignore[return-value]
+    return checkpoint(nanogpt, q, k, v, use_reentrant=True)
 
 
 def values_before_the_sum(q, k, v):
@@ -89,7 +86,7 @@ def softmax_of_the_rest(q, k, v):
     return scores.masked_fill(~causal(), -torch.inf).softmax(-1) @ v
 
 
-WAYS: dict[str, Attend] = {
+WAYS = {
     f.__name__: f
     for f in (
         nanogpt,
@@ -157,7 +154,7 @@ def test_a_cap_is_seen_and_the_logits_are_those_before_it():
 
 
 def fused_stats(q, k, mask):
-    found: list[LogitStats] = []
+    found = []
     with CaptureMode(nn.Identity(), lambda one: found.append(statistics(one.call))):
         F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
     (stats,) = found
@@ -243,7 +240,7 @@ def test_a_transformer_encoder_in_eval_keeps_its_fast_path_under_a_tap_and_not_u
     with Tap(model) as tap:
         assert torch.equal(model(x), fast)
         assert list(tap.read()) == names
-    found: list[str] = []
+    found = []
     with CaptureMode(model, lambda s: found.append(s.name)):
         assert torch.equal(model(x), slow)
     assert found == names

@@ -1,15 +1,12 @@
 """Sparse and compressed attention: the keys that queries reach, and the statistics over them, are those of float64."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 
@@ -18,12 +15,11 @@ from .sparse_models import (
     B,
     M,
     Model,
-    Sparse,
     T,
     numbers,
 )
 
-MODELS: dict[str, tuple[Callable[[], Sparse], dict[str, str]]] = {
+MODELS = {
     "dsa, written out": (lambda: DSA(fused=False), {"a": "sparse"}),
     "dsa, fused": (lambda: DSA(fused=True), {"a": "sparse"}),
 }
@@ -48,8 +44,7 @@ def test_statistics_are_those_of_float64_over_the_keys_that_are_reached(
         ):  # the later passes are looked at in the modules that attend only
             model(x)
             sample = monitor.sample
-            assert sample is not None
-            truth = model.a.truth()  # type: ignore[operator]
+            truth = model.a.truth()
             assert set(sample.layers) == set(truth)
             for layer, one in truth.items():
                 row, expected = sample.layers.index(layer), numbers(one)
@@ -76,8 +71,7 @@ def test_an_indexers_scores_are_measured_with_its_layer(name):
     with qkeel.watch(model) as monitor:
         for _ in range(4):
             model(x)
-            assert monitor.sample is not None
-            index, heads = model.a.index_truth(), monitor.sample.heads  # type: ignore[operator]
+            index, heads = model.a.index_truth(), monitor.sample.heads
             reached = np.isfinite(index)
             e = np.exp(index - index.max(-1, keepdims=True))
             p = e / e.sum(-1, keepdims=True)
@@ -163,7 +157,7 @@ def test_deepseek_v4_of_transformers_is_seen_as_its_own_weights_say(
         v4(transformers),
         torch.randint(0, 50, (2, 24), generator=torch.Generator().manual_seed(2)),
     )
-    given: list[Tensor] = []
+    given = []
     scorer = model.get_submodule("model.layers.1.self_attn.compressor.indexer.scorer")
     with qkeel.watch(model, stats="all+chosen") as monitor:
         model(ids)
@@ -173,7 +167,6 @@ def test_deepseek_v4_of_transformers_is_seen_as_its_own_weights_say(
         weights = model(ids, output_attentions=True).attentions
         hook.remove()
         sample = monitor.sample
-    assert sample is not None
     assert [*sample.types.values()] == ["window", "compressed", "compressed"]
     for layer, w in enumerate(weights):
         w = w.detach().double()

@@ -16,7 +16,7 @@ def decoder(**choices):
         DecoderConfig(
             vocab_size=11, d_model=16, n_kv_heads=2, spec=preset("qwen3"), **choices
         )
-    )  # type: ignore[arg-type]
+    )
     model.init_weights(torch.Generator().manual_seed(0))
     return model
 

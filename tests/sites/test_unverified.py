@@ -1,11 +1,10 @@
 """What the search cannot confirm is said, and no remedy on heads accepts it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.sites.models import CASES, SCALE, D, H, Heads, M, T
+from tests.training import sgd
 from torch import nn
 
 from qkeel import apply, find_sites
@@ -59,7 +58,7 @@ def test_rows_that_do_not_make_the_logits_alone_are_not_changed(name, remedy):
     (site,) = find_sites(model, x())
     assert not site.verified
     assert site.unverified or site.why
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     before = {n: t.clone() for n, t in model.state_dict().items()}
     with pytest.raises(RefusedError):
         apply(model, remedy, optimizer, batch=x())

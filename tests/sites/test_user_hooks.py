@@ -1,25 +1,23 @@
 """Passes that qkeel makes leave the user's hooks, and what forward stores outside the model, alone."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import random
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.attention import Attention, Joint
+from tests.training import sgd
 from torch import Tensor, nn
 
 import qkeel
 from qkeel.capture.user_hooks import returns_nothing
 from qkeel.errors import QkeelWarning
 
-CALLS: list[int] = []
-OUTPUTS: dict[int, Tensor] = {}
+CALLS = []
+OUTPUTS = {}
 NUMBER = 0
 
 
@@ -49,7 +47,7 @@ class Store:
     """A plain object with a list, a running mean and a counter."""
 
     def __init__(self):
-        self.items: list[Tensor] = []
+        self.items = []
         self.mean, self.counts = torch.zeros(16), collections.Counter[str]()
 
     def keep(self, module, args, output):
@@ -84,7 +82,7 @@ class Hooks:
             store.counts["before"] += 1
 
         self.number = lambda: count
-        self.after: list[Callable[..., object]] = [
+        self.after = [
             lambda module, args, output: features.append(output),
             lambda module, args, output: store.items.append(output.mean()),
             counting,
@@ -124,12 +122,12 @@ def drawn(seed):
     return model, hooks
 
 
-SEARCHES: dict[str, Callable[[nn.Module, Tensor], object]] = {
+SEARCHES = {
     "find_sites": lambda model, x: qkeel.find_sites(model, x),
     "check": lambda model, x: qkeel.check(model, x),
     "explain": lambda model, x: qkeel.explain(model, x),
     "apply": lambda model, x: qkeel.apply(
-        model, "qk_clip", torch.optim.SGD(model.parameters(), lr=0.0), batch=x
+        model, "qk_clip", sgd(model, 0.0), batch=x
     ).remove(),
 }
 
@@ -150,7 +148,7 @@ def test_a_search_leaves_what_hooks_and_forward_store(seed, search):
     lengths = [
         (a, b, c) for a, b, c in zip(before[:6], again[:6], after[:6], strict=True)
     ]
-    assert all(c - b == b - a for a, b, c in lengths)  # type: ignore[operator]
+    assert all(c - b == b - a for a, b, c in lengths)
 
 
 def test_hooks_on_every_module_rest_in_a_search_and_stay_balanced():
@@ -260,14 +258,14 @@ def test_hooks_that_return_nothing_are_known_by_their_code(hook, expected):
 
 def test_a_hook_that_changes_the_output_runs_in_the_search():
     model = nn.Sequential(Layer(), Layer())
-    runs: list[int] = []
+    runs = []
 
     def wider(module, args, output):
         runs.append(1)
         assert len(runs) < 100
         return output.repeat(1, 2, 1)
 
-    lengths: list[int] = []
+    lengths = []
     model[1].qkv.register_forward_pre_hook(
         lambda module, args: lengths.append(args[0].shape[1]) or args
     )
@@ -282,7 +280,7 @@ def test_hooks_for_saved_tensors_see_the_users_passes_alone():
     def saved(is_watched):
         torch.manual_seed(0)
         model, shapes = Layer(), []
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = sgd(model)
         if is_watched:
             qkeel.watch(model, optimizer)
 
@@ -367,7 +365,7 @@ def test_attention_that_a_hook_computes_to_record_it_is_no_layer(place, when, pr
         names = [site.name for site in qkeel.find_sites(model, x)]
         # What returns a value runs in a search too.
         assert not seen or when == "returned"
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = sgd(model)
         with qkeel.watch(model, optimizer) as monitor:
             for _ in range(3):
                 model(x).square().mean().backward()
@@ -392,7 +390,7 @@ def _watched(hooked):
     torch.manual_seed(0)
     model = nn.Sequential(Attention(m=16), Attention(m=16))
     hook = hooked(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with (
         warnings.catch_warnings(record=True) as warned,
         qkeel.watch(model, optimizer, rules=[]) as monitor,

@@ -101,13 +101,13 @@ def test_the_type_is_that_of_the_visible_pattern(name, written, monkeypatch):
     mask, visible, blocks = MASKS[name]
     assert visible_pattern(call_of(mask, written)) == VisiblePattern(
         visible=visible, blocks=blocks, queries=T
-    )  # type: ignore[arg-type]
+    )
     monkeypatch.setattr(
         "qkeel.capture.visible_pattern._PAIRS", 5 * 2 * mask.shape[-1]
     )  # five rows at a time
     assert visible_pattern(call_of(mask, written)) == VisiblePattern(
         visible=visible, blocks=blocks, queries=T
-    )  # type: ignore[arg-type]
+    )
 
 
 def test_fewer_keys_than_queries_are_compressed_unless_they_come_of_another_source():

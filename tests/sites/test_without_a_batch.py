@@ -1,9 +1,8 @@
 """Hand-written attention on one sequence [tokens features], without a batch dimension."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from tests.training import sgd, step
 from torch import nn
 
 import qkeel
@@ -40,12 +39,11 @@ class Attention(nn.Module):
 def test_one_sequence_is_measured_and_clipped(spelling):
     torch.manual_seed(0)
     model, x = nn.Sequential(Attention(SPELLINGS[spelling])), torch.randn(7, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     (site,) = qkeel.find_sites(model, x)
     assert (site.verified, site.n_heads) == (True, 1)
     with qkeel.watch(model, optimizer) as monitor:
-        model(x).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, x)
         heads = monitor.sample.heads
     z = model[0].logits(x).detach()
     entropy = torch.special.entr(z.softmax(-1)).sum(-1).mean()
@@ -53,8 +51,7 @@ def test_one_sequence_is_measured_and_clipped(spelling):
     assert heads["entropy"].item() == pytest.approx(float(entropy), rel=1e-5)
     tau = float(z.amax()) / 2
     with qkeel.apply(model, f"qk_clip:threshold={tau}", optimizer, batch=x):
-        model(x).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, x)
     assert float(model[0].logits(x).detach().amax()) == pytest.approx(tau, rel=1e-4)
 
 

@@ -1,6 +1,7 @@
 """Attention over packed sequences, compiled and not, watched: python -m tests.spec.packed_compiled."""
 
 import torch
+from tests.training import sgd
 from torch import nn
 
 import qkeel
@@ -26,7 +27,7 @@ class Packing(nn.Module):
 
 def numbers(plain, module, x):
     """Outputs and gradients for all ends, and the largest logits that were watched."""
-    optimizer, computed = torch.optim.SGD(plain.parameters(), lr=0.0), []
+    optimizer, computed = sgd(plain, 0.0), []
     with qkeel.watch(module, optimizer) as monitor:
         for ends in ENDS:
             out = module(x, ends)

@@ -23,7 +23,7 @@ OTHER = torch.tensor([0, 5, 6, 10, 13], dtype=torch.int32)
 
 @each_row("name, options", CASES)
 def test_where_ends_are_not_read_a_span_has_all_keys_that_its_rows_see(name, options):
-    call = packed(name, **options).call()  # type: ignore[arg-type]
+    call = packed(name, **options).call()
     (t, s), row = (call.q.shape[2], call.k.shape[2]), torch.arange(call.q.shape[2])
     sees = (call.high > call.low)[0]
     farthest = int(torch.maximum(row - call.low, call.high - row)[0, sees].max())
@@ -120,7 +120,7 @@ X = torch.randn(1, 2, 12, 8)
 )
 def test_what_cannot_be_read_as_ends_of_sequences_is_refused(error, ends, x):
     with pytest.raises(error):
-        attention(x, x, x, spec=AttentionSpec(), cu_seqlens=ends)  # type: ignore[call-overload]
+        attention(x, x, x, spec=AttentionSpec(), cu_seqlens=ends)
 
 
 def test_positions_restart_in_each_sequence_so_none_are_taken():

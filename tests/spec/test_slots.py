@@ -70,7 +70,7 @@ SIZES = ParameterSizes(n_heads=4, n_kv_heads=2, head_dim=8)
 
 def qkv(h=4, g=2):
     generator = torch.Generator().manual_seed(0)
-    return tuple(  # type: ignore[return-value]
+    return tuple(
         torch.randn(2, heads, 6, 8, dtype=torch.float64, generator=generator)
         for heads in (h, g, g)
     )
@@ -189,7 +189,7 @@ def test_a_shared_gain_needs_equal_heads_and_a_rotation_an_even_size():
     with pytest.raises(InvalidValueError):
         L2Norm(gain="head_dim", shared=True).parameters(SIZES)
     with pytest.raises(UnknownNameError):
-        AttentionSpec().replace(norms=NoNorm())  # type: ignore[arg-type]
+        AttentionSpec().replace(norms=NoNorm())
     positions = (
         Rope(),
         ReRope(window=4),

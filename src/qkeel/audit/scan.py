@@ -237,7 +237,6 @@ _COLUMNS = {
     "key_spectral": "|Wk|_2",
     "interaction_frobenius": "|Wq'Wk|_F",
     "interaction_spectral": "|Wq'Wk|_2",
-    "interaction_bound": "unrotated",
     "logit_bound": "logit bound",
     "gain_bound": "gain bound",
 }

@@ -59,7 +59,7 @@ def taken(monkeypatch):
         return of_keys(self, call)
 
     def with_latents(*arguments):
-        out = of_latents(*arguments)  # type: ignore[arg-type]
+        out = of_latents(*arguments)
         calls.append(out is not None)
         return out
 
@@ -110,7 +110,7 @@ def of(
     spec=PLAIN,
     **more,
 ):
-    return make_call(spec, q, k, k[..., : shape[3]], **more)  # type: ignore[arg-type]
+    return make_call(spec, q, k, k[..., : shape[3]], **more)
 
 
 def check_latents(call, inverse, case=""):
@@ -168,7 +168,7 @@ def test_masks_windows_and_positions_hide_what_they_hide(shape, latent, taken):
     def check_with(spec=PLAIN, **options):
         if latent:
             return check_latents(of(shape, q, k, spec, **options), third, f"{options}")
-        return check(make_call(spec, q, k, third, **options), f"{options}")  # type: ignore[arg-type]
+        return check(make_call(spec, q, k, third, **options), f"{options}")
 
     padded = torch.rand(b, 1, 1, s) < 0.5
     padded[0, ..., :650] = False

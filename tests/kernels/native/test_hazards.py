@@ -270,7 +270,7 @@ def test_a_module_is_right_or_says_why_not(name, native, monkeypatch):
         for gain in (module.q_norm, module.k_norm):
             gain.add_(0.2 * torch.randn(16))
     oracle, x = copy.deepcopy(module).double(), torch.randn(2, 12, 32)
-    oracle.attend = written_out  # type: ignore[method-assign]
+    oracle.attend = written_out
     check(name, native, lambda: do(module, x), lambda: do(oracle, x.double()))
 
 
