@@ -258,11 +258,15 @@ def _saturation(
     stats, layer, n_more = statistics[name], layers[name], len(saturated) - 1
     site = next((site for site in sites if site.name == name), None)
     gradients = stats.softmax_gradient
-    line = saturation_line(site, layer.scale, float(stats.logit_spread.max()))
+    line, factor = saturation_line(site, layer.scale, float(stats.logit_spread.max()))
+    effect = ""
+    if layer.sample is not None and math.isfinite(factor):
+        effect = layer.sample.effect(factor=factor)
+        effect = effect and f" A factor of {factor:.3g} on q·k would {effect}."
     return [
         f"{layer.layer}{f' and {n_more} more' if n_more else ''} is saturated: {n_heads} of {len(gradients)} heads pass "
         f"back under {least_gradient(layer.scale):g} of the gradient that uniform attention would (median "
-        f"{float(gradients.median()):.2g}). To act: {line}"
+        f"{float(gradients.median()):.2g}).{effect} To act: {line}"
     ]
 
 
