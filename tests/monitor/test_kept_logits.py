@@ -52,10 +52,10 @@ def model_of(normed, attend):
         for _ in range(3)
     ]
     model = nn.Sequential(*layers)
-    # Over 8 nats from the start.
+    # The second layer is over 30 nats from the start, and the largest.
     for layer in layers:
         enlarge(layer, 10.0 if normed else 1.0)
-    enlarge(model[1], 3.0 if normed else 400.0)
+    enlarge(model[1], 3.0 if normed else 2000.0)
     return model
 
 
@@ -106,9 +106,12 @@ def test_what_is_kept_changes_no_number():
 
 def test_nothing_is_said_where_a_line_has_no_bound_or_the_layer_was_not_kept():
     model, x = model_of(False, fused_causal), torch.randn(1, 30, SIZE)
-    # No record came before the alarm.
+    # No record came before the alarm; and one that was under 30 nats.
     enlarge(model[1], 20.0)
     assert {a.effect for a in raised(model, x, 1.0, None).alarms} == {""}
+    low = model_of(False, fused_causal)
+    enlarge(low[1], 0.2)
+    assert {a.effect for a in raised(low, x, 100.0, None).alarms} == {""}
     rule = Ceiling(threshold=100.0, remedy="lower the rate")
     (alarm,) = raised(model_of(False, fused_causal), x, 20.0, [rule]).alarms
     assert alarm.effect == ""

@@ -10,13 +10,13 @@ from qkeel.capture.calls import Seen
 from qkeel.capture.logit_sample import LogitSample
 from qkeel.monitor.history import History
 from qkeel.monitor.rules import Alarm, largest_logit, remedy_bound
-from qkeel.monitor.thresholds import OUTLOOK_FLOOR
+from qkeel.monitor.thresholds import APPROACH_FLOOR
 
 
 @final
 class KeptLogits:
     """Keeps a few rows of the logits of one layer in each measured pass: that of the head which spread most in the latest
-    record, if by more than 8 nats, since an alarm will name it. Nothing is waited for until an alarm is made.
+    record, if by more than 30 nats, since an alarm will name it. Nothing is waited for until an alarm is made.
 
     Attributes:
         site: the site of this layer, None if there is none.
@@ -29,7 +29,7 @@ class KeptLogits:
     def choose(self, history: History) -> None:
         """Chooses the layer whose logits the next passes keep, by the last record."""
         top = largest_logit(history)
-        is_high = top is not None and top.value > OUTLOOK_FLOOR
+        is_high = top is not None and top.value > APPROACH_FLOOR
         self.site = history.where(top.at)[0] if top and is_high else None
 
     def see(self, site: str, call: Seen) -> None:
