@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from tests.attention import Attention, fused_causal, written_causal
-from tests.capture.test_logit_sample import WORDS
+from tests.sites.test_logit_sample import WORDS
 from torch import nn
 
 import qkeel

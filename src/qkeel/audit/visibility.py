@@ -20,7 +20,6 @@ from qkeel.audit.contracts import Documents
 from qkeel.audit.saturation import LargestWeights
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import arguments, tensors
-from qkeel.capture.logit_sample import LogitSample
 from qkeel.capture.visible_pattern import visible_rows
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import Args, Kwargs
@@ -50,7 +49,7 @@ class SeenKeys:
     `empty` is the first sample and query that sees no key, and whether it is padding. `first_keys` [2 t]
     are queries of the first sample and the first keys that they see, and `positional` [h] says which heads mostly
     attend to one place. `scale` is the constant factor on q·k times √head_dim, and `softcap` the cap. The weights of a
-    layer that does not `competes`, such as those of a sigmoid, need not sum to 1. `sample` holds some of its logits.
+    layer that does not `competes`, such as those of a sigmoid, need not sum to 1.
     """
 
     layer: str
@@ -62,7 +61,6 @@ class SeenKeys:
     competes: bool = True
     scale: float = math.nan
     softcap: float | None = None
-    sample: LogitSample | None = None
 
     def weight(self, kind: str) -> float:
         """The largest weight on keys of a kind, 0 if there are none."""
@@ -83,12 +81,10 @@ def read_visibility(
     calls = captured_calls(model, batch, sites)
     tokens = PackedTokens.of(model, *arguments(batch, "batch"))
     name = type(unwrapped(model)).__name__
-    layers = {}
-    for layer, site in calls.items():
-        label = site_label(layer, name)
-        layers[layer] = seen_keys(label, site, tokens, forbidden=forbidden)
-        layers[layer].sample = LogitSample.of(site[0])
-    return layers
+    return {
+        layer: seen_keys(site_label(layer, name), site, tokens, forbidden=forbidden)
+        for layer, site in calls.items()
+    }
 
 
 @final

@@ -7,10 +7,10 @@ from typing import final
 import numpy as np
 
 from qkeel.capture.calls import Seen
-from qkeel.capture.logit_sample import LogitSample
 from qkeel.monitor.history import History
 from qkeel.monitor.rules import Alarm, largest_logit, remedy_bound
 from qkeel.monitor.thresholds import APPROACH_FLOOR
+from qkeel.sites.logit_sample import LogitSample
 
 
 @final
@@ -22,9 +22,8 @@ class KeptLogits:
         site: the site of this layer, None if there is none.
     """
 
-    def __init__(self) -> None:
-        self.site: str | None = None
-        self._kept: tuple[str, LogitSample | None] = "", None
+    site: str | None = None
+    _kept: tuple[str, LogitSample | None] = "", None
 
     def choose(self, history: History) -> None:
         """Chooses the layer whose logits the next passes keep, by the last record."""
@@ -46,13 +45,12 @@ class KeptLogits:
             return ""
         logits = history.heads["max_logit"][-1, history.layers.index(site)]
         # Another process may have computed some of the heads.
-        if len(sample.products) != np.isfinite(logits).sum():
+        if sample.logits.shape[1] != np.isfinite(logits).sum():
             return ""
-        (threshold, caps), largest = bound, float(logits[alarm.head])
+        threshold, caps = bound
         if caps:
-            effect = sample.effect(alarm.head, cap=threshold)
-            return effect and f"softcap {threshold:g} would {effect}"
-        if not largest > threshold:
-            return ""
-        effect = sample.effect(alarm.head, factor=threshold / largest)
-        return effect and f"a clip to {threshold:g} would {effect}"
+            name, effect = "softcap", sample.effect(alarm.head, cap=threshold)
+        else:
+            factor = threshold / max(threshold, float(logits[alarm.head]))
+            name, effect = "a clip to", sample.effect(alarm.head, factor=factor)
+        return effect and f"{name} {threshold:g} would {effect}"

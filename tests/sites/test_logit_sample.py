@@ -14,9 +14,9 @@ from tests.contract.conformance.cases import widened
 from tests.kernels.drawn import drawn, mask_of_pairs
 from tests.quick import one_in
 
-from qkeel.capture import logit_sample
-from qkeel.capture.logit_sample import LogitSample
 from qkeel.reference import attend_call
+from qkeel.sites import logit_sample
+from qkeel.sites.logit_sample import LogitSample
 from qkeel.spec import AttentionSpec, Sink, Softcap
 from qkeel.spec.call import make_call
 
@@ -97,8 +97,8 @@ def test_a_long_row_leaves_fewer_rows_and_what_has_no_softmax_over_keys_has_no_s
     for most, rows in ((1 << 22, 64), (4 * 100 * 3, 3), (1, 1)):
         monkeypatch.setattr(logit_sample, "LOGITS", most)
         sample = LogitSample.of(call)
-        assert sample.products.shape == (4, rows, 100)
-        assert f"({rows} quer" in sample.effect(factor=0.5)
+        assert sample.logits.shape == (1, 4, rows, 100)
+        assert f"(last {rows} queries" in sample.effect(2, factor=0.5)
     sink = AttentionSpec(normalizer=Sink())
     params = sink.init_params(4, 4, 8)
     assert LogitSample.of(make_call(sink, q, q, q, params=params)) is None
@@ -109,6 +109,6 @@ def test_what_a_program_does_to_its_scores_afterwards_is_not_seen():
     q = torch.randn(1, 2, 9, 8)
     written = by_hand(make_call(AttentionSpec(), q, q, q))
     sample = LogitSample.of(written)
-    before = sample.effect(factor=0.1)
+    before = sample.effect(0, factor=0.1)
     written.logits.fill_(7.0)
-    assert before == sample.effect(factor=0.1) != ""
+    assert before == sample.effect(0, factor=0.1) != ""
