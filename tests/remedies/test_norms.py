@@ -8,9 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.drawing import randn
 from tests.each_row import each_row
 from tests.training import adamw, sgd
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
@@ -35,7 +37,7 @@ from .models import (
 
 GAINS = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
 HOW = ("eager", "sdpa")
-X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1)).double()
+X = randn(2, 6, 16, seed=1).double()
 START = math.log2(32 * 32 - 32)
 
 
@@ -274,7 +276,7 @@ def test_heads_of_several_modules_are_normed_where_they_are_made(logits, n):
     }
     names, expected = len(model.state_dict()), model.attend(made)
     with qkeel.apply(model, "qk_norm", batch=X):
-        torch.testing.assert_close(model(X), expected)
+        assert_close(model(X), expected)
         assert len(model.state_dict()) == names + n
 
 

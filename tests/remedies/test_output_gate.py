@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.errors import RefusedError
@@ -47,7 +48,7 @@ def test_the_gate_is_a_sigmoid_of_the_input_before_the_output_projection(
     assert weight.shape == (16 if per == "feature" else 4, 16)
     wide = weight if per == "feature" else weight.repeat_interleave(4, 0)
     want = by_hand(plain, plain.o, x, lambda x: torch.sigmoid(x @ wide.T))
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 class Placed(Hand):

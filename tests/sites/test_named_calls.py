@@ -6,11 +6,13 @@ from contextlib import ExitStack
 import pytest
 import torch
 from tests.attention import Joint, written_causal
+from tests.drawing import randn
 from tests.training import sgd, step
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.overrides import TorchFunctionMode
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
@@ -75,7 +77,7 @@ def stack(*attends):
 
 
 def batch(seed):
-    return torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(seed))
+    return randn(2, 7, 32, seed=seed)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -124,7 +126,7 @@ def check(model, tap, *, silent=None):
     assert set(stats) == set(layers) - (silent or set())
     for name, x in stats.items():
         expected = layers[name].noted.float()
-        torch.testing.assert_close(x.max_logit, expected, rtol=1e-5, atol=1e-6)
+        assert_close(x.max_logit, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_calls_by_name_are_read_without_a_callback_for_each_torch_function(

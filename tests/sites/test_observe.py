@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tests.attention import Joint
 from torch import Tensor, nn
 from torch.nn.attention import bias
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
@@ -127,12 +128,8 @@ def test_every_way_to_write_causal_attention_gives_the_oracles_numbers():
         module = Block(way)
         stats = read_one(module, x)
         top, entropy = oracle(module)
-        torch.testing.assert_close(
-            stats.max_logit.double(), top, rtol=1e-5, atol=1e-5, msg=name
-        )
-        torch.testing.assert_close(
-            stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5, msg=name
-        )
+        assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5, msg=name)
+        assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5, msg=name)
         assert stats.n_pairs.tolist() == [B * T * (T + 1) // 2] * H, name
         assert stats.n_queries.tolist() == [B * T] * H, name
 
@@ -147,8 +144,8 @@ def test_a_cap_is_seen_and_the_logits_are_those_before_it():
     stats = read_one(module, torch.randn(B, T, H * D))
     top = 20 * oracle(module)[0]
     assert float(top.max()) > 5
-    torch.testing.assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
+    assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5)
+    assert_close(
         stats.capped_max_logit.double(), 5 * (top / 5).tanh(), rtol=1e-5, atol=1e-5
     )
 
@@ -171,8 +168,8 @@ def test_a_mask_object_hides_what_it_says(name, keys):
     stats = fused_stats(q, k, getattr(bias, name)(T, keys))
     z = (q @ k.mT / math.sqrt(D)).masked_fill(~visible, -torch.inf)
     entropy = torch.special.entr(z.softmax(-1)).sum(-1).mean((0, 2))
-    torch.testing.assert_close(stats.max_logit, z.amax((0, 2, 3)))
-    torch.testing.assert_close(stats.entropy, entropy)
+    assert_close(stats.max_logit, z.amax((0, 2, 3)))
+    assert_close(stats.entropy, entropy)
     assert stats.n_pairs.tolist() == [B * int(visible.sum())] * H
 
 
@@ -202,7 +199,7 @@ def test_cross_attention_reads_keys_from_elsewhere():
         )
         stats = tap.read()[""]
     expected = -torch.special.xlogy(weights, weights).sum(-1).mean((0, 2))
-    torch.testing.assert_close(stats.entropy, expected)
+    assert_close(stats.entropy, expected)
     assert stats.n_pairs.tolist() == [3 * 5 + 3 * 3] * 4
     (site,) = find_sites(module, (x, context, context))
     assert site.query[0].parameter == site.key[0].parameter == "in_proj_weight"
@@ -221,7 +218,7 @@ def test_queries_of_batch_1_are_read_for_every_sequence_of_keys(
     expected = fused_stats(q.expand(B, -1, -1, -1), k, mask)
     assert stats.n_queries.tolist() == [B * 3] * H
     for name, values in expected.tensors().items():
-        torch.testing.assert_close(stats.tensors()[name], values)
+        assert_close(stats.tensors()[name], values)
 
 
 @torch.no_grad()

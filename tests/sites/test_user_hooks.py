@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.attention import Attention, Joint
+from tests.drawing import randn
 from tests.training import sgd, warned
 from torch import Tensor, nn
 
@@ -395,7 +396,7 @@ def _watched(hooked):
         qkeel.watch(model, optimizer, rules=[]) as monitor,
     ):
         for step in range(2):
-            x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(step))
+            x = randn(2, 6, 16, seed=step)
             model(x).square().mean().backward()
             optimizer.step()
     if hook is not None:
