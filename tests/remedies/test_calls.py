@@ -31,7 +31,7 @@ from qkeel.spec import (
 )
 from qkeel.spec.logits import FloorLogTemperature
 
-from .foreign import Hand, everything, example, hf, jolted, out
+from .foreign import Hand, assert_refused, example, hf, jolted, out
 
 HOW = ("eager", "sdpa")
 BIAS = -math.log(6)
@@ -356,12 +356,7 @@ class Written(nn.Module):
     ],
 )  # fmt: skip
 def test_scores_that_a_softmax_alone_does_not_tell_are_refused(way, low, size, remedy):
-    model, x = Written(way, low, size), X.float()
-    before, y = everything(model), model(x)
-    with pytest.raises(RefusedError):
-        qkeel.apply(model, remedy, batch=x)
-    assert everything(model) == before
-    assert torch.equal(model(x), y)
+    assert_refused(Written(way, low, size), remedy, X.float())
 
 
 @pytest.mark.parametrize("cap", [0.25, 1.0])

@@ -7,7 +7,6 @@ import pytest
 import torch
 from tests.attention import Joint, written_causal
 from tests.drawing import randn
-from tests.training import sgd, step
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -15,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-import qkeel
 from qkeel.capture import named_attention
 from qkeel.capture.intercept import CaptureMode
 from qkeel.capture.readers import SDPA
@@ -140,16 +138,6 @@ def test_calls_by_name_are_read_without_a_callback_for_each_torch_function(
         check(model, tap)
         assert bool(callbacks) == (i in (0, 1, 2, 4)), i
     assert F.scaled_dot_product_attention is SDPA
-
-
-def test_watch_needs_no_callback_after_its_first_look_at_the_model(callbacks):
-    model = stack(by_name, by_name)
-    optimizer = sgd(model)
-    with qkeel.watch(model, optimizer):
-        for i in PASSES:
-            callbacks.clear()
-            step(model, optimizer, batch(i))
-            assert bool(callbacks) == (i in (0, 1, 2, 4)), i
 
 
 @pytest.mark.parametrize(

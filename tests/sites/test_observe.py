@@ -189,23 +189,6 @@ def test_a_second_call_of_a_module_has_a_number_and_a_module_run_twice_is_one_si
     assert [s.name for s in sites] == ["0", "0#2"]
 
 
-def test_cross_attention_reads_keys_from_elsewhere():
-    module = nn.MultiheadAttention(16, 4, batch_first=True)
-    x, context = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
-    hidden = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    with Tap(module) as tap:
-        _, weights = module(
-            x, context, context, key_padding_mask=hidden, average_attn_weights=False
-        )
-        stats = tap.read()[""]
-    expected = -torch.special.xlogy(weights, weights).sum(-1).mean((0, 2))
-    assert_close(stats.entropy, expected)
-    assert stats.n_pairs.tolist() == [3 * 5 + 3 * 3] * 4
-    (site,) = find_sites(module, (x, context, context))
-    assert site.query[0].parameter == site.key[0].parameter == "in_proj_weight"
-    assert site.key[0].index.flatten().tolist() == list(range(16, 32))
-
-
 HIDDEN = torch.arange(T) < torch.tensor([T, 4]).view(B, 1, 1, 1)
 
 
@@ -219,25 +202,3 @@ def test_queries_of_batch_1_are_read_for_every_sequence_of_keys(
     assert stats.n_queries.tolist() == [B * 3] * H
     for name, values in expected.tensors().items():
         assert_close(stats.tensors()[name], values)
-
-
-@torch.no_grad()
-def test_a_transformer_encoder_in_eval_keeps_its_fast_path_under_a_tap_and_not_under_an_interceptor():
-    model = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(16, 4, batch_first=True), 2
-    ).eval()
-    x = torch.randn(2, 5, 16)
-    fast = model(x)
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        slow = model(x)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
-    names = ["layers.0.self_attn", "layers.1.self_attn"]
-    with Tap(model) as tap:
-        assert torch.equal(model(x), fast)
-        assert list(tap.read()) == names
-    found = []
-    with CaptureMode(model, lambda s: found.append(s.name)):
-        assert torch.equal(model(x), slow)
-    assert found == names

@@ -330,13 +330,18 @@ def weights_without_gradients(x):
         torch.einsum("btd,bsd->bts", x, x).softmax(-1)
 
 
-@pytest.mark.parametrize("place", ["0.qkv", "1.o", "0", "1"])
-@pytest.mark.parametrize(
-    "when", ["before", "after", "with keywords", "in all", "returned"]
-)
-@pytest.mark.parametrize(
-    "probe", [weights_by_hand, fused_weights, weights_without_gradients]
-)
+# Each way with each probe, in places that change with both.
+PLACES = ["0.qkv", "1.o", "0", "1"]
+WHENS = ["before", "after", "with keywords", "in all", "returned"]
+PROBES = [weights_by_hand, fused_weights, weights_without_gradients]
+RECORDERS = [
+    (PLACES[(i + j) % 4], when, probe)
+    for i, when in enumerate(WHENS)
+    for j, probe in enumerate(PROBES)
+]
+
+
+@pytest.mark.parametrize(("place", "when", "probe"), RECORDERS)
 def test_attention_that_a_hook_computes_to_record_it_is_no_layer(place, when, probe):
     def watched(is_probed):
         torch.manual_seed(0)
