@@ -98,7 +98,7 @@ def test_a_long_row_leaves_fewer_rows_and_what_has_no_softmax_over_keys_has_no_s
         monkeypatch.setattr(logit_sample, "LOGITS", most)
         sample = LogitSample.of(call)
         assert sample.logits.shape == (1, 4, rows, 100)
-        assert f"(last {rows} queries" in sample.effect(2, factor=0.5)
+        assert f"(last {rows} queries)" in sample.effect(2, factor=0.5)
     sink = AttentionSpec(normalizer=Sink())
     params = sink.init_params(4, 4, 8)
     assert LogitSample.of(make_call(sink, q, q, q, params=params)) is None

@@ -36,8 +36,8 @@ from qkeel.records import RunDirectory
 from qkeel.sites.find import found_sites, site_label
 from qkeel.sites.logit_sample import LogitSample
 from qkeel.sites.site import Sites
+from qkeel.sites.softmax_weights import captured_calls
 from qkeel.sites.tap import Tap, Visitor
-from qkeel.sites.weights import captured_calls
 
 
 @accepts_earlier_calls()

@@ -10,7 +10,7 @@ from torch import Tensor
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.functional.norms import wide
 from qkeel.functional.statistics import VisibleKeys, softmax_rows
-from qkeel.sites.weights import weights_shape
+from qkeel.sites.softmax_weights import weights_shape
 from qkeel.spec.logits import Cap, Softcap
 
 # Rows at most, and numbers of all heads: 16 MB, and a single row of longer sequences.
@@ -89,5 +89,5 @@ class LogitSample(NamedTuple):
             return ""
         return (
             "take the entropy from {0} to {2} nats and the gradient that its softmax passes back from {1} to {3} of uniform "
-            "attention (last {4} queries of a sequence)"
+            "attention (last {4} queries)"
         ).format(*numbers, self.logits.shape[2])
