@@ -1,4 +1,7 @@
-"""Optimizers of a model's weights and a step of training, as most tests need them."""
+"""Optimizers of a model's weights, a step of training, and what is warned of, as most tests need them."""
+
+import warnings
+from contextlib import contextmanager
 
 import torch
 
@@ -17,3 +20,13 @@ def step(model, optimizer, *batches):
         model(batch).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+@contextmanager
+def warned(category=Warning):
+    """The texts of the warnings of a block, as soon as it has ended."""
+    texts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(x.message) for x in caught if issubclass(x.category, category)]

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from tests.training import sgd
+from tests.training import sgd, warned
 from torch import nn
 
 import qkeel
@@ -115,16 +115,13 @@ def test_gates_that_are_shut_are_told_by_check_and_at_the_first_measured_step(
     x = torch.randn(2, 6, 32)
     expected = model(x).detach()
     optimizer = sgd(model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", QkeelWarning)
-        with qkeel.watch(model, optimizer):
-            for _ in range(2):
-                output = model(x)
-                if _ == 0:
-                    assert torch.equal(output, expected)
-                output.square().mean().backward()
-                optimizer.step()
-    said = [str(warning.message) for warning in caught]
+    with warned(QkeelWarning) as said, qkeel.watch(model, optimizer):
+        for _ in range(2):
+            output = model(x)
+            if _ == 0:
+                assert torch.equal(output, expected)
+            output.square().mean().backward()
+            optimizer.step()
     sentence = f"the output gates of 1 are shut: {n_shut} of 4 heads"
     is_told = n_shut > 2
     assert sum(sentence in text for text in said) == is_told

@@ -1,12 +1,11 @@
 """Vectors of an attention module that the path that runs leaves out: named by explain and by watch, and no others."""
 
 import random
-import warnings
 
 import pytest
 import torch
 from tests.attention import Joint, fused, scores
-from tests.training import sgd, step
+from tests.training import sgd, step, warned
 from torch import nn
 
 import qkeel
@@ -66,13 +65,12 @@ def test_what_the_path_leaves_out_is_named(seed):
 
     optimizer = sgd(model, 0.01)
     with (
-        warnings.catch_warnings(record=True) as caught,
+        warned() as caught,
         qkeel.watch(model, optimizer, rules=()),
     ):
-        warnings.simplefilter("always")
         for _ in range(3):
             step(model, optimizer, x)
-    said = [str(w.message) for w in caught if "got no gradient" in str(w.message)]
+    said = [text for text in caught if "got no gradient" in text]
     assert len(said) == bool(left_out)
     for sentence in said:
         assert {*sentence.split(" got ")[0].split(", ")} == left_out

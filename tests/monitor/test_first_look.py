@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.attention import Joint
-from tests.training import sgd
+from tests.training import sgd, warned
 from torch import Tensor, nn
 
 from qkeel import watch
@@ -134,14 +133,12 @@ KINDS = {
 def said(program, kwargs, steps=2):
     optimizer = sgd(program, 0.001)
     draw = torch.Generator().manual_seed(0)
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter("always")
-        with watch(program, optimizer):
-            for _ in range(steps):
-                tokens = torch.randint(9, (2, T), generator=draw)
-                program(tokens, **kwargs).square().mean().backward()
-                optimizer.step()
-    return [str(x.message) for x in messages if "first measured pass" in str(x.message)]
+    with warned() as messages, watch(program, optimizer):
+        for _ in range(steps):
+            tokens = torch.randint(9, (2, T), generator=draw)
+            program(tokens, **kwargs).square().mean().backward()
+            optimizer.step()
+    return [text for text in messages if "first measured pass" in text]
 
 
 @pytest.mark.parametrize("fused", [True, False])

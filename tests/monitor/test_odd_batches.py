@@ -2,14 +2,13 @@
 
 import contextlib
 import itertools
-import warnings
 
 import pytest
 import torch
 from tests.attention import written
 from tests.contract.watch.small import Block, batch, small
 from tests.quick import quick
-from tests.training import sgd, step
+from tests.training import sgd, step, warned
 from torch import nn
 
 import qkeel
@@ -46,12 +45,11 @@ def trained(make, shapes, watch, **how):
     torch.manual_seed(0)
     model = make()
     optimizer = sgd(model, 0.001)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         monitor = qkeel.watch(model, optimizer, **how) if watch else None
         for i, (b, t) in enumerate(shapes):
             step(model, optimizer, batch(i, b, t))
-    return model, monitor, [str(w.message) for w in caught]
+    return model, monitor, caught
 
 
 # In the middle of training and, of no sequences, before anything is seen; at the end where all is known one will do.
@@ -120,15 +118,12 @@ def test_an_expert_without_tokens_keeps_no_other_from_being_known(make, first):
         qkeel.apply(model, "softcap", optimizer, batch=example),
     ):
         model(x, torch.tensor([0, 1, 2, 2]))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with qkeel.watch(model, optimizer) as monitor:
-            for expert in (first, [0, 1, 2, 2]):
-                model(x, torch.tensor(expert)).square().sum().backward()
-                optimizer.step()
+    with warned() as told, qkeel.watch(model, optimizer) as monitor:
+        for expert in (first, [0, 1, 2, 2]):
+            model(x, torch.tensor(expert)).square().sum().backward()
+            optimizer.step()
     assert {site.name for site in monitor.sites if site.verified} == known
     assert {*monitor.history.frame()["layer"]} == known
-    told = [str(w.message) for w in caught]
     assert any("first seen at step 1" in line for line in told)
     assert not any("do not run alone" in line for line in told)
 
@@ -160,14 +155,14 @@ def test_a_clip_leaves_heads_alone_that_are_not_those_of_its_example(shown, runs
     model = HeadsByLength()
     optimizer = sgd(model, 0.0)
     before = model.q.weight.detach().clone()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with qkeel.apply(
+    with (
+        warned() as told,
+        qkeel.apply(
             model, "qk_clip:threshold=0.01", optimizer, batch=batch(0, 3, shown)
-        ):
-            step(model, optimizer, batch(1, 3, runs))
+        ),
+    ):
+        step(model, optimizer, batch(1, 3, runs))
     assert torch.equal(before, model.q.weight) == (shown != runs)
-    told = [str(w.message) for w in caught]
     assert any("in the example with which it was applied" in line for line in told) == (
         shown != runs
     )

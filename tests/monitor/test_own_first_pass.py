@@ -1,13 +1,12 @@
 """`watch` makes no pass of its own: it reads the program's first one, and runs copies of attention modules alone."""
 
 import threading
-import warnings
 
 import pytest
 import torch
 from tests.attention import Attention as Foreign
 from tests.attention import Joint, fused, written
-from tests.training import sgd
+from tests.training import sgd, warned
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -114,13 +113,11 @@ class Unusual(Joint):
 def test_a_module_that_cannot_be_copied_is_watched_without_its_weights():
     torch.manual_seed(0)
     model, x = nn.Sequential(Unusual()), torch.randn(2, 5, 8)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with qkeel.watch(model) as monitor:
-            model(x).sum().backward()
-            (stats,) = monitor.read().values()
+    with warned() as caught, qkeel.watch(model) as monitor:
+        model(x).sum().backward()
+        (stats,) = monitor.read().values()
     torch.testing.assert_close(stats.max_logit.double(), model[0].largest(x))
-    (said,) = [str(w.message) for w in caught if "weights behind" in str(w.message)]
+    (said,) = [text for text in caught if "weights behind" in text]
     assert "lock" in said
 
 

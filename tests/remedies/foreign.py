@@ -21,48 +21,26 @@ def hf(name, impl, **more):
 
     t.logging.set_verbosity_error()
     torch.manual_seed(0)
-    t5 = {
-        "d_model": D,
-        "d_kv": 8,
-        "num_heads": H,
-        "num_layers": 2,
-        "d_ff": 24,
-        "vocab_size": VOCAB,
-    }
-    gpt2 = {
-        "n_embd": D,
-        "n_head": H,
-        "n_layer": 2,
-        "vocab_size": VOCAB,
-        "n_positions": 64,
-    }
-    mla = {
-        "q_lora_rank": 12,
-        "kv_lora_rank": 10,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 6,
-        "v_head_dim": 6,
-    }
-    vit = {"image_size": 8, "patch_size": 4, "num_channels": 1}
-    rows = {
-        "llama": (t.LlamaConfig, t.LlamaForCausalLM, {**SMALL, "num_key_value_heads": 2}),
-        "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM, {**SMALL, "num_key_value_heads": 2}),
-        "qwen3": (t.Qwen3Config, t.Qwen3ForCausalLM, {**SMALL, "num_key_value_heads": 2, "head_dim": 8}),
-        "gpt2": (t.GPT2Config, t.GPT2LMHeadModel, gpt2),
-        "neox": (t.GPTNeoXConfig, t.GPTNeoXForCausalLM, SMALL),
-        "bert": (t.BertConfig, t.BertModel, SMALL),
-        "vit": (t.ViTConfig, t.ViTModel, {**SMALL, **vit}),
-        "t5": (t.T5Config, t.T5EncoderModel, t5),
-        "deepseek": (t.DeepseekV3Config, t.DeepseekV3ForCausalLM, {**SMALL, **mla, "first_k_dense_replace": 2,
-                                                                    "num_key_value_heads": H}),
-    }  # fmt: skip
-    config, cls, options = rows[name]
-    model = cls(config(**{**options, **more}, attn_implementation=impl)).eval()
-    scale = 4.0 if name not in ("t5",) else 1.0
+    gpt2 = {"n_embd": D, "n_head": H, "n_layer": 2, "vocab_size": VOCAB}
+    latent = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4}
+    latent |= {"qk_nope_head_dim": 6, "v_head_dim": 6, "first_k_dense_replace": 2}
+    grouped = {**SMALL, "num_key_value_heads": 2}
+    kind, options = {
+        "llama": ("Llama", grouped),
+        "qwen2": ("Qwen2", grouped),
+        "qwen3": ("Qwen3", {**grouped, "head_dim": 8}),
+        "gpt2": ("GPT2", gpt2),
+        "neox": ("GPTNeoX", SMALL),
+        "bert": ("Bert", SMALL),
+        "deepseek": ("DeepseekV3", {**SMALL, **latent, "num_key_value_heads": H}),
+    }[name]
+    config = getattr(t, f"{kind}Config")(**options, **more)
+    auto = t.AutoModel if name == "bert" else t.AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation=impl).eval()
     with torch.no_grad():
         for n, p in model.named_parameters():
             if p.ndim == 2 and ("attn" in n or "attention" in n.lower()):
-                p.mul_(scale)
+                p.mul_(4)
             elif p.ndim == 1 and n.endswith("bias"):
                 p.normal_(std=0.2)
     return model
@@ -71,8 +49,6 @@ def hf(name, impl, **more):
 def example(name, batch=2, tokens=T):
     """Input of a model."""
     generator = torch.Generator().manual_seed(3)
-    if name == "vit":
-        return torch.randn(batch, 1, 8, 8, generator=generator)
     if name == "encoder":
         return torch.randn(batch, tokens, D, generator=generator)
     return torch.randint(0, VOCAB, (batch, tokens), generator=generator)

@@ -1,8 +1,5 @@
 """Small models and straightforward stand-ins that the tests of remedies share."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -50,6 +47,10 @@ def train(model, optimizer, steps):
         optimizer.zero_grad()
         loss(model, (tokens() + i) % VOCAB).backward()
         optimizer.step()
+
+
+def matrices(model):
+    return [p for p in model.parameters() if p.ndim == 2]
 
 
 def gradients(model, steps, seed=3):
@@ -104,7 +105,26 @@ def assert_same(a, b):
         assert a[part] == b[part], part
 
 
-Make = Callable[[Any, float], torch.optim.Optimizer]
+# Optimizers by their class and, behind a space, what is special; the steps of all are proportional to the rate.
+OPTIMIZERS = {
+    "AdamW": {"weight_decay": 0.1},
+    "AdamW fused": {"weight_decay": 0.1, "fused": True},
+    "AdamW foreach": {"foreach": True},
+    "Adam": {"weight_decay": 0.1},
+    "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "Adagrad": {"weight_decay": 0.1, "lr_decay": 0.1},
+    "RAdam": {},
+    "NAdam": {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    "Adadelta": {"lr": 1.0},
+    # It makes one step of a whole matrix, of which each head's rows are scaled.
+    "Muon": {"weight_decay": 0.1},
+}
+
+
+def optimizer_of(kind, params, **options):
+    kind = getattr(torch.optim, kind.partition(" ")[0])
+    return kind(params, **{"lr": 0.01, **options})
 
 
 def trained(output):

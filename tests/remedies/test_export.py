@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import warnings
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from tests.each_row import each_row
+from tests.training import warned
 
 import qkeel
 from qkeel.cli.app import main
@@ -169,12 +169,11 @@ def test_another_eps_of_the_norm_goes_into_the_weights_where_that_is_exact(
             norm.variance_epsilon = 4e-3
     source = stored(tmp_path / "in", weights, config)
     assert_loads_as(convert(source, "qwen3", tmp_path / "out", norm_eps=4e-3), model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         convert(source, "qwen3", tmp_path / "assumed")
     # Its outputs differ.
-    assert "eps 1e-05" in str(caught[0].message)
-    assert "norm_eps" in str(caught[0].message)
+    assert "eps 1e-05" in caught[0]
+    assert "norm_eps" in caught[0]
     low = {n: w.bfloat16() for n, w in weights.items()}
     source = stored(tmp_path / "low", low, config)
     with pytest.raises(RefusedError):  # it would round the weights

@@ -12,54 +12,31 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import qkeel
 from qkeel.errors import QkeelWarning, RefusedError
 
-from .models import attention, gradients, step_by
+from .models import (
+    OPTIMIZERS,
+    attention,
+    gradients,
+    matrices,
+    optimizer_of,
+    step_by,
+)
 
 LINEAR = {
-    "Adadelta": lambda p: torch.optim.Adadelta(p),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr_decay=0.1, weight_decay=0.1),
-    "Adam": lambda p: torch.optim.Adam(p, weight_decay=0.1),
-    "Adam fused": lambda p: torch.optim.Adam(p, fused=True),
-    "Adam tensor rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
-    "Adam fused tensor rate": lambda p: torch.optim.Adam(
-        p, lr=torch.tensor(0.01), fused=True
-    ),
-    "AdamW": lambda p: torch.optim.AdamW(p, weight_decay=0.1),
-    "AdamW rate 0": lambda p: torch.optim.AdamW(p, lr=0.0),
-    "AdamW tiny rate": lambda p: torch.optim.AdamW(p, lr=1e-9),
-    "NAdam": lambda p: torch.optim.NAdam(
-        p, decoupled_weight_decay=True, weight_decay=0.1
-    ),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
-    "SGD": lambda p: torch.optim.SGD(p, momentum=0.9, weight_decay=0.1, nesterov=True),
-    "Muon": lambda p: torch.optim.Muon(p, weight_decay=0.1),
-    "Adafactor below 1/√t": lambda p: torch.optim.Adafactor(
-        p, lr=1e-4, weight_decay=0.1
-    ),
+    **OPTIMIZERS,
+    "Adam by a tensor": {"lr": torch.tensor(0.01), "fused": True},
+    "AdamW at rate 0": {"lr": 0.0},
+    "AdamW at a tiny rate": {"lr": 1e-9},
+    "Adafactor below 1/√t": {"lr": 1e-4, "weight_decay": 0.1},
 }
+NOT_HALF = "at half the rate was not half as long"
 REFUSED = {
-    "Adafactor": (
-        lambda p: torch.optim.Adafactor(p, lr=0.5),
-        "Adafactor at half the rate was not half as long",
-    ),
-    "Adafactor default": (lambda p: torch.optim.Adafactor(p), "was not half as long"),
-    "ASGD": (
-        lambda p: torch.optim.ASGD(p),
-        "ASGD at half the rate was not half as long",
-    ),
-    "Rprop": (
-        lambda p: torch.optim.Rprop(p),
-        "Rprop at half the rate was not half as long",
-    ),
-    "LBFGS": (lambda p: torch.optim.LBFGS(p), "LBFGS failed: .*closure"),
-    "SparseAdam": (
-        lambda p: torch.optim.SparseAdam(p),
-        "SparseAdam failed: .*dense gradients",
-    ),
+    "Adafactor": ({"lr": 0.5}, f"Adafactor {NOT_HALF}"),
+    "Adafactor by default": ({}, NOT_HALF),
+    "ASGD": ({}, f"ASGD {NOT_HALF}"),
+    "Rprop": ({}, f"Rprop {NOT_HALF}"),
+    "LBFGS": ({}, "LBFGS failed: .*closure"),
+    "SparseAdam": ({}, "SparseAdam failed: .*dense gradients"),
 }
-
-
-def matrices(model):
-    return [p for p in model.parameters() if p.ndim == 2]
 
 
 @pytest.mark.parametrize(
@@ -70,9 +47,9 @@ def matrices(model):
     ],
 )
 def test_others_are_refused_and_the_model_is_as_it_was(name, remedy):
-    make, reason = REFUSED[name]
+    options, reason = REFUSED[name]
     model = attention(torch.float32)
-    optimizer = make(matrices(model))
+    optimizer = optimizer_of(name, matrices(model), **options)
     with pytest.raises(
         RefusedError,
         match=rf"{remedy.partition(':')[0]} needs an optimizer whose step is proportional.*{reason}",
@@ -126,7 +103,7 @@ def test_others_are_taken_and_trying_them_leaves_everything_as_it_was(
     name,
 ):
     model = attention(torch.float32)
-    optimizer = LINEAR[name](matrices(model))
+    optimizer = optimizer_of(name, matrices(model), **LINEAR[name])
     # A scheduler binds `optimizer.step` to the user's optimizer: a copy of its attributes would step that one.
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     for grads in gradients(model, 2):

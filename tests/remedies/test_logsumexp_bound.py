@@ -1,11 +1,9 @@
 """QK-Clip reads what the kernel hands out: largest logsumexps bound the logits, and heads over them are exact."""
 
-import warnings
-
 import pytest
 import torch
 from tests.attention import Attention, Joint, fused_causal
-from tests.training import sgd
+from tests.training import sgd, warned
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -259,16 +257,14 @@ def test_no_second_pass_where_it_would_hang_or_see_other_inputs(reason, monkeypa
     if reason == "processes":
         # A world of two in which nothing else is asked of the other process.
         monkeypatch.setattr("qkeel.sites.tap.dist.world", lambda: 2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         for step in range(7):
             if step == 4:
                 with torch.no_grad():
                     model[1].q.weight[8:16] *= 50
             run(x).float().square().mean().backward()
             optimizer.step()
-    words = [str(warning.message) for warning in caught]
-    told = any("writes into its inputs" in text for text in words)
+    told = any("writes into its inputs" in text for text in caught)
     assert told == (reason == "inputs")
     # Of seven passes 1, 2 and 4 are observed, and 5, which was over the threshold and wrote into its inputs, made 6 and
     # 7 observed too. On several processes all are.

@@ -1,12 +1,11 @@
 """`qkeel.apply` without an example: on a watched model its sites are known, on another the next pass shows them."""
 
 import types
-import warnings
 
 import pytest
 import torch
 from tests.attention import Attention, scores
-from tests.training import sgd
+from tests.training import sgd, warned
 from torch import nn
 
 import qkeel
@@ -244,8 +243,7 @@ def test_the_monitor_does_not_see_how_the_remedy_looks_for_weights():
     model = Decoder()
     optimizer = adamw(model)
     # An error would end the repetition, and another one would follow.
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warned() as said:
         qkeel.watch(model, optimizer)
         qkeel.apply(model, "qk_clip", optimizer)
         train(model, optimizer, 0, 2)

@@ -2,12 +2,11 @@
 
 import copy
 import io
-import warnings
 
 import pytest
 import torch
 from tests.attention import Attention
-from tests.training import adamw, sgd
+from tests.training import adamw, sgd, warned
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -73,9 +72,7 @@ def test_plain_saving_continues_bit_for_bit(spec, apply_first):
     if not apply_first:
         qkeel.apply(model, spec, optimizer)
     # A warning of ours stops nobody, not even as an error.
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", QkeelWarning)
+    with warned(QkeelWarning) as told:
         train(model, optimizer, 5)
     assert not told
     assert all(map(torch.equal, weights(model), expected))
@@ -108,15 +105,13 @@ def handwritten(seed, optimizers=1):
 
 def steps(model, optimizers, n):
     """Trains, and returns what qkeel warns of."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", QkeelWarning)
+    with warned(QkeelWarning) as told:
         for _ in range(n):
             (model(X) - X.roll(1, 1)).square().mean().backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    return [str(warning.message) for warning in told]
+    return told
 
 
 def initialised_by_hand(optimizer):
@@ -281,9 +276,7 @@ def test_a_state_that_the_handle_loads_is_not_missing():
     assert {f"0.{name}": x for name, x in values} == {
         name: x.tolist() for name, x in state.items()
     }
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", QkeelWarning)
+    with warned(QkeelWarning) as told:
         train(model, optimizer, 1)
     assert not told
 

@@ -8,26 +8,17 @@ from torch import nn
 import qkeel
 from qkeel.remedies import REMEDIES
 
-from .models import attention, gradients, mla, step_by
+from .models import (
+    OPTIMIZERS,
+    attention,
+    gradients,
+    matrices,
+    mla,
+    optimizer_of,
+    step_by,
+)
 
 TAU, RATE, DECAY = 0.3, 0.01, 0.1
-OPTIMIZERS = {
-    "adamw": lambda p, lr: torch.optim.AdamW(p, lr, weight_decay=DECAY),
-    "adamw_fused": lambda p, lr: torch.optim.AdamW(
-        p, lr, weight_decay=DECAY, fused=True
-    ),
-    "adamw_foreach": lambda p, lr: torch.optim.AdamW(p, lr, foreach=True),
-    "adam_l2": lambda p, lr: torch.optim.Adam(p, lr, weight_decay=0.1),
-    "sgd": lambda p, lr: torch.optim.SGD(
-        p, lr, momentum=0.9, nesterov=True, weight_decay=0.1
-    ),
-    "rmsprop": lambda p, lr: torch.optim.RMSprop(p, lr, momentum=0.5),
-    "adagrad": lambda p, lr: torch.optim.Adagrad(p, lr, weight_decay=0.1),
-    "radam": lambda p, lr: torch.optim.RAdam(p, lr),
-    "adadelta": lambda p, lr: torch.optim.Adadelta(p, 100 * lr),
-    # It makes one step of a whole matrix, of which each head's rows are scaled.
-    "muon": lambda p, lr: torch.optim.Muon(p, lr, weight_decay=DECAY),
-}
 
 
 def qk_factors(start, now):
@@ -41,16 +32,15 @@ def qk_factors(start, now):
     ("name", "options"),
     [
         *((name, "") for name in OPTIMIZERS),
-        *((name, ",decay=plain") for name in ("adamw", "adamw_fused", "muon")),
-        ("sgd", ",norm=spectral"),
+        *((name, ",decay=plain") for name in ("AdamW", "AdamW fused", "Muon")),
+        ("SGD", ",norm=spectral"),
     ],
 )
 def test_each_head_takes_its_factor_of_the_optimizers_own_step(name, options):
     order = 2 if "spectral" in options else "fro"
     model, plain = attention(), attention()
     optimizer, other = (
-        OPTIMIZERS[name]([p for p in m.parameters() if p.ndim == 2], RATE)
-        for m in (model, plain)
+        optimizer_of(name, matrices(m), **OPTIMIZERS[name]) for m in (model, plain)
     )
     weights = {"q": (model.q_proj.weight, 4), "k": (model.k_proj.weight, 2)}
 

@@ -3,13 +3,12 @@
 import collections
 import functools
 import random
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.attention import Attention, Joint
-from tests.training import sgd
+from tests.training import sgd, warned
 from torch import Tensor, nn
 
 import qkeel
@@ -392,17 +391,15 @@ def _watched(hooked):
     hook = hooked(model)
     optimizer = sgd(model)
     with (
-        warnings.catch_warnings(record=True) as warned,
+        warned(QkeelWarning) as said,
         qkeel.watch(model, optimizer, rules=[]) as monitor,
     ):
-        warnings.simplefilter("always")
         for step in range(2):
             x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(step))
             model(x).square().mean().backward()
             optimizer.step()
     if hook is not None:
         hook.remove()
-    said = [str(w.message) for w in warned or () if isinstance(w.message, QkeelWarning)]
     return monitor.sample, [site.name for site in monitor.sites], said
 
 

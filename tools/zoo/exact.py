@@ -143,7 +143,7 @@ def by_head(
 
     With a sink entropies and the weight of the first key are over it too.
     """
-    entropies, relative, first, lses, gaps = [], [], [], [], []
+    entropies, relative, first, lses, gaps, passed = [], [], [], [], [], []
     for n, row in np.ndindex(*z.shape[:2]):
         own = z[n, row][seen[n, row]]
         if not len(own):
@@ -157,6 +157,9 @@ def by_head(
         if len(own) > 1:
             relative.append(entropy / math.log(len(every)))
             first.append(float(p[0]))
+            # Over the keys alone.
+            p = np.exp(own - lse)
+            passed.append(math.fsum(p * (1 - p)) / (1 - 1 / len(p)))
             own = raw[n, row][seen[n, row]]
             gaps.append(float(own.max() - math.fsum(own) / len(own)))
     lengths, widths = np.linalg.norm(q, axis=-1), np.linalg.norm(k, axis=-1)
@@ -173,6 +176,7 @@ def by_head(
         "entropy": np.mean(entropies),
         "entropy_min": np.min(entropies),
         "normalized_entropy": np.mean(relative) if relative else math.nan,
+        "softmax_gradient": np.mean(passed) if passed else math.nan,
         "sink_share": np.mean(first) if first else math.nan,
         "logit_gap": np.mean(gaps) if gaps else math.nan,
         "logit_spread": np.max(gaps) if gaps else math.nan,

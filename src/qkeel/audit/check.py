@@ -15,7 +15,7 @@ from qkeel.audit.checkpoint_config import Geometry
 from qkeel.audit.config_differences import call_differences
 from qkeel.audit.contracts import Contract
 from qkeel.audit.output_gates import GateMode, shut_gates
-from qkeel.audit.saturation import saturated_heads, saturation_line
+from qkeel.audit.saturation import least_gradient, saturation_line
 from qkeel.audit.scan import Scan, ScanProgress, outlier_heads, scan
 from qkeel.audit.sees import check_sees
 from qkeel.audit.visibility import PackedTokens, SeenKeys, findings, read_visibility
@@ -58,10 +58,9 @@ def check(
     checkpoint is judged by its weights alone, which give only an upper bound on the logits; a bound above the threshold
     is therefore "not known", not "not healthy".
 
-    A head is saturated if its normalized entropy, the mean over rows of the entropy divided by that of uniform
-    attention on the same keys, is below 0.01, or below 0.125 where the scale is four times 1/√head_dim or more: its
-    softmax then passes back next to no gradient. Heads that attend to a fixed place, such as the first key or the key
-    before, are not.
+    A head is saturated if its softmax passes back less than a fiftieth of what uniform attention on the same keys would
+    (`softmax_gradient`), or less than a quarter where the scale is four times 1/√head_dim or more. Heads that attend to
+    a fixed place, such as the first key or the key before, are not.
 
     Args:
         model_or_path: a model; the directory of a run that qkeel watched or trained; or a .safetensors file, a folder
@@ -247,21 +246,23 @@ def _saturation(
         stats = statistics.get(name)
         if stats is None or layer.positional is None or not layer.competes:
             continue
-        # A head whose rows see one key or none has no entropy to lose.
-        entropies = stats.normalized_entropy.masked_fill(stats.n_free == 0, math.nan)
-        heads = saturated_heads(entropies, layer.positional, layer.scale)
-        if len(heads) > max(1, len(entropies) / 2):
-            saturated[name] = len(heads)
+        # A head whose rows see one key or none has nothing to pass back.
+        gradients = stats.softmax_gradient.masked_fill(stats.n_free == 0, math.nan)
+        is_low = (gradients.cpu() < least_gradient(layer.scale)) & ~layer.positional
+        n_heads = int(is_low.sum())
+        if n_heads > max(1, len(gradients) / 2):
+            saturated[name] = n_heads
     if not saturated:
         return []
     name, n_heads = next(iter(saturated.items()))
     stats, layer, n_more = statistics[name], layers[name], len(saturated) - 1
     site = next((site for site in sites if site.name == name), None)
-    entropies = stats.normalized_entropy
+    gradients = stats.softmax_gradient
     line = saturation_line(site, layer.scale, float(stats.logit_spread.max()))
     return [
-        f"{layer.layer}{f' and {n_more} more' if n_more else ''} is saturated: {n_heads} of {len(entropies)} heads have "
-        f"{float(entropies.median()):.2g} of the entropy of uniform attention. To act: {line}"
+        f"{layer.layer}{f' and {n_more} more' if n_more else ''} is saturated: {n_heads} of {len(gradients)} heads pass "
+        f"back under {least_gradient(layer.scale):g} of the gradient that uniform attention would (median "
+        f"{float(gradients.median()):.2g}). To act: {line}"
     ]
 
 

@@ -727,10 +727,11 @@ def _look(origin: Origin) -> str:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Saturation(Rule):
-    """A head's normalized entropy fell to a `fall`-th of its first value, while its spread passed `threshold` (nats).
+    """What a head's softmax passes back (`softmax_gradient`) fell to a `fall`-th of its first value, while its spread passed
+    `threshold` (nats).
 
-    Such a head passes back next to no gradient. Healthy models have heads with as little, such as sinks and heads that
-    attend to the key before, so neither of the two alone is a reason.
+    Healthy models have heads that pass back as little, such as sinks and heads that attend to the key before, so neither
+    of the two alone is a reason.
 
     >>> str(Saturation().severity)
     'notice'
@@ -739,26 +740,28 @@ class Saturation(Rule):
     fall: float = 10.0
     threshold: float = thresholds.CLIPS
     severity: Severity = Severity.NOTICE
-    source: str = "derived: a softmax passes back Σ p (1 - p), which is near 0 where one key takes all; not measured"
+    source: str = "derived: a softmax passes back Σ p (1 - p), which is near 0 where one key takes all; as a notice in "
+    "experiments/notes/alarms.md"
     cause: str = "a head's softmax is saturated"
 
     def check(self, history: History) -> Alarm | None:
-        entropies = measured(history, "normalized_entropy")
+        # NaN, which is under nothing, in runs that were recorded without it.
+        gradients = measured(history, "softmax_gradient")
         spreads = measured(history, "logit_spread")[-1]
         is_spread = spreads > self.threshold
         # Reading all records takes time, and few heads ever get there.
         if not is_spread.any():
             return None
         # Each head is compared with its own first number, since a layer may run late.
-        starts = np.isfinite(entropies).argmax(0)
-        early = np.take_along_axis(entropies, starts[None], 0)[0]
-        has_fallen = (entropies[-1] * self.fall < early) & is_spread
+        starts = np.isfinite(gradients).argmax(0)
+        early = np.take_along_axis(gradients, starts[None], 0)[0]
+        has_fallen = (gradients[-1] * self.fall < early) & is_spread
         return self.alarm_at(
             history,
-            "normalized_entropy",
-            entropies,
+            "softmax_gradient",
+            gradients,
             np.where(has_fallen, spreads, np.nan),
-            "the head is saturated: its entropy is {value:.2g} of that of uniform attention, and its largest logit "
+            "the head is saturated: its softmax passes back {value:.2g} of what uniform attention would, and its largest logit "
             "lies {score:,.3g} over the mean",
         )
 

@@ -260,6 +260,14 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "cos_mean": HeadField(
         "1", "mean cosine between queries and visible keys", "mean", count="n_products"
     ),
+    "softmax_gradient": HeadField(
+        "share",
+        "what the softmax passes back, Σ p (1 - p), as a share of uniform attention on the same keys, averaged over rows "
+        "with two or more keys: near 0, the head is saturated",
+        "mean",
+        count="n_free",
+        column="softmax grad",
+    ),
     "logit_change_rms": HeadField(
         "nats",
         "root mean square change of the logits caused by one step, on the same input",
