@@ -275,11 +275,6 @@ HEAD_FIELDS: dict[str, HeadField] = {
         column="logit change",
         per_layer=True,
     ),
-    "logit_change_mean_abs": HeadField(
-        "nats",
-        "mean absolute change of the logits caused by one step, on the same input",
-        "max",
-    ),
     "query_weight_norm": HeadField(
         "1", f"Frobenius norm of the head's query weight{_STORED}", "max"
     ),
