@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from tests.attention import Attention
+from tests.drawing import randint, randn
 from torch import nn
 
 import qkeel
@@ -148,10 +149,10 @@ ARCHITECTURES = {
         [(("L2", "head", None, "none", False, ""), None, 10.0, None, 4)],
     ),
 }
-IDS = torch.randint(4, 32, (2, 12), generator=torch.Generator().manual_seed(0))
+IDS = randint(4, 32, (2, 12), seed=0)
 BATCHES = {
     "T5": {"input_ids": IDS, "decoder_input_ids": IDS},
-    "Swinv2": torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
+    "Swinv2": randn(1, 3, 32, 32, seed=0),
 }
 
 

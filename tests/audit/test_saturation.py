@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.attention import Joint, later
+from tests.drawing import randn
 from torch import nn
 
 import qkeel
@@ -46,7 +47,7 @@ def model(scale, *, fused, head_dim=256, norm=True):
 
 
 def seeded(seed, length):
-    return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return randn(2, length, WIDTH, seed=seed)
 
 
 @pytest.mark.parametrize(("seed", "fused"), [(0, True), (1, False)])

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.drawing import randint
 from tests.training import adamw
 
 from qkeel.errors import QkeelWarning, UnknownNameError
@@ -16,10 +17,7 @@ from qkeel.integrations.huggingface import QkeelCallback  # noqa: E402
 pytestmark = pytest.mark.filterwarnings(
     f"ignore::{QkeelWarning.__module__}.{QkeelWarning.__name__}"
 )
-DATA = [
-    torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(i))
-    for i in range(40)
-]
+DATA = [randint(0, 64, (8,), seed=i) for i in range(40)]
 
 
 def collated(examples):

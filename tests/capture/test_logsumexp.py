@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.testing import assert_close
 
 from qkeel.capture import named_attention
 from qkeel.capture.logsumexp import attention_with_logsumexp
@@ -124,7 +125,7 @@ def test_under_the_name_mask_objects_mean_what_they_say(kind, stand_in):
         3 if kind is causal_lower_right else 0
     )
     expected = SDPA(q, k, v, attn_mask=visible)
-    torch.testing.assert_close(stand_in(q, k, v, attn_mask=kind(4, 7)), expected)
+    assert_close(stand_in(q, k, v, attn_mask=kind(4, 7)), expected)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

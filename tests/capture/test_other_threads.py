@@ -5,6 +5,7 @@ import threading
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.testing import assert_close
 
 import qkeel
 
@@ -35,6 +36,6 @@ def test_only_calls_of_the_pass_are_read_and_all_of_them():
             first, second = monitor.read().values()
             q, k, _ = model[0].qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
             logits = (q @ k.mT / 2).detach()
-            torch.testing.assert_close(first.max_logit, logits.amax((0, 2, 3)))
+            assert_close(first.max_logit, logits.amax((0, 2, 3)))
             assert first.n_queries.tolist() == second.n_queries.tolist() == [10, 10]
         assert monitor.active

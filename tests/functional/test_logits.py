@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.each_row import each_row
+from torch.testing import assert_close
 
 from qkeel.errors import InvalidValueError, QkeelError
 from qkeel.functional import logits as F
@@ -32,10 +33,10 @@ def test_hidden_keys_weigh_nothing_whatever_stands_there_and_the_others_as_if_al
     for row, shown, w in zip(z, visible, weights):
         assert not w[~shown].any()
         alone = weigh(row[None, shown], None)[0]
-        torch.testing.assert_close(w[shown], alone, rtol=1e-12, atol=1e-15)
+        assert_close(w[shown], alone, rtol=1e-12, atol=1e-15)
     if name == "softmax":
         total = visible.any(-1).double()
-        torch.testing.assert_close(weights.sum(-1), total, rtol=0, atol=1e-12)
+        assert_close(weights.sum(-1), total, rtol=0, atol=1e-12)
 
 
 @each_row("weigh", WEIGHTS.values(), ids=WEIGHTS)
@@ -124,4 +125,4 @@ def test_the_loss_on_output_logits_is_the_mean_square_of_their_logsumexp_in_floa
     assert float(loss) == pytest.approx(0.5 * sum(x * x for x in rows) / 5, rel=1e-12)
     half = (4 * z).half()  # squares beyond 65,504
     assert F.z_loss(half).dtype == torch.float32
-    torch.testing.assert_close(F.z_loss(half).double(), F.z_loss(half.double()))
+    assert_close(F.z_loss(half).double(), F.z_loss(half.double()))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.functional import class_statistics, statistics
@@ -69,7 +70,7 @@ def stats_of(x):
 def same(a, b, rtol=0.0):
     for field in TENSORS:
         values = getattr(a, field), getattr(b, field)
-        torch.testing.assert_close(*values, rtol=rtol, atol=rtol, msg=field)
+        assert_close(*values, rtol=rtol, atol=rtol, msg=field)
 
 
 @few
@@ -128,7 +129,7 @@ def test_a_head_is_not_finite_where_a_logit_or_the_entropy_is_not():
     fields = {"max_logit": top, "min_logit": low, "entropy": entropy, "n_pairs": pairs}
     stats = dataclasses.replace(LogitStats.empty(len(rows), 1, top), **fields)
     assert stats.non_finite.tolist() == broken.tolist()
-    torch.testing.assert_close(stats.max_abs_logit, magnitude, equal_nan=True)
+    assert_close(stats.max_abs_logit, magnitude, equal_nan=True)
 
 
 # Of rows and keys.
@@ -243,9 +244,7 @@ def test_the_competition_index_takes_classes_last_whatever_comes_before():
     norms = torch.tensor([[[2.0, 6.0], [1.0, 5.0], [4.0, 4.0]]])
     counts = torch.tensor([[[1, 1], [1, 0], [2, 3]]])
     ratio = class_statistics.norm_ratio(norms, counts)
-    torch.testing.assert_close(
-        ratio, torch.tensor([[3.0, math.nan, 1.0]]), equal_nan=True
-    )
+    assert_close(ratio, torch.tensor([[3.0, math.nan, 1.0]]), equal_nan=True)
 
 
 def classes_of(heads, groups, names="text image"):

@@ -1,7 +1,7 @@
 """Accelerate needs no door of its own: watch() takes what prepare() gives."""
 
 import pytest
-import torch
+from tests.drawing import randn
 from tests.training import sgd
 from torch import nn
 
@@ -29,7 +29,7 @@ def test_steps_are_those_that_accumulated_gradients_lead_to(tmp_path):
     with watch(model, optimizer, every=1, sinks=tmp_path / "run"):
         for seed in range(8):
             with accelerator.accumulate(model):
-                x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(seed))
+                x = randn(2, 4, 8, seed=seed)
                 accelerator.backward(model(x))
                 optimizer.step()
                 optimizer.zero_grad()

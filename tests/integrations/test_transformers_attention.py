@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from tests.training import adamw, sgd
+from torch.testing import assert_close
 
 pytest.importorskip("transformers")
 
@@ -108,7 +109,7 @@ def near(measured, expected):
     for name, stats in measured.items():
         for field in ("max_logit", "entropy"):
             ours, theirs = (getattr(x, field) for x in (stats, expected[name]))
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+            assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
@@ -155,7 +156,7 @@ def test_remedies_reach_it_as_they_reach_sdpa():
                 out(model, x).square().mean().backward()
                 optimizer.step()
             found.append(out(model, x).detach())
-        torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+        assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
 
 
 def truth(q, k, v, mask, causal, options):
@@ -214,7 +215,7 @@ def test_drawn_calls_are_computed_as_written(native, monkeypatch):
             options["indices"] = torch.cat([own, torch.randint(s, (2, t, 2))], -1)
         out, weights = attend(module, q, k, v, mask, **options)
         assert (weights, out.is_contiguous()) == (None, True)
-        torch.testing.assert_close(
+        assert_close(
             out.double(),
             truth(q, k, v, mask, causal, options),
             rtol=2e-5,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from qkeel import attention
 from qkeel.errors import UnknownNameError
@@ -37,7 +38,7 @@ def test_they_are_exact_and_output_and_gradients_unchanged(
     grads = (torch.autograd.grad(x.cos().sum(), qkv) for x in (out, plain))
     assert all(map(torch.equal, *grads))
     exact = attention(*qkv, spec=spec, stats=True, **options)[1]
-    torch.testing.assert_close(largest.max_logit, exact.max_logit, rtol=1e-5, atol=1e-5)
+    assert_close(largest.max_logit, exact.max_logit, rtol=1e-5, atol=1e-5)
     assert not largest.n_pairs.any()
 
 

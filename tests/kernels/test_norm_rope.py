@@ -14,6 +14,7 @@ import torch
 from tests import forked
 from tests.kernels.harness import DTYPES, laid
 from tests.quick import one_in
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.kernels import gpu as available
@@ -276,7 +277,7 @@ def test_a_rotation_is_differentiable_twice_and_a_norm_once(door):
         total = sum(x.sum() for x in first)
         if isinstance(norm, NoNorm):
             for x in torch.autograd.grad(total, leaves):
-                torch.testing.assert_close(x, torch.full_like(x, 2.0))
+                assert_close(x, torch.full_like(x, 2.0))
         else:
             with pytest.raises(RuntimeError, match=r"differentiated( only)? once"):
                 torch.autograd.grad(total, leaves)

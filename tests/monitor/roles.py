@@ -6,8 +6,10 @@ import warnings
 
 import numpy as np
 import torch
+from numpy.testing import assert_allclose
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
@@ -203,7 +205,7 @@ def check_records(seed):
     }
     assert samples.tops.keys() == right.keys()
     for place, top in right.items():
-        np.testing.assert_allclose(samples.tops[place], top, rtol=1e-4, atol=1e-6)
+        assert_allclose(samples.tops[place], top, rtol=1e-4, atol=1e-6)
 
 
 def check_clip(seed):
@@ -224,6 +226,4 @@ def check_clip(seed):
             for pair, old, factors in zip(weights, before, gamma):
                 rows = factors.sqrt().repeat_interleave(WIDTH // HEADS)[:, None]
                 for w, was in zip(pair, old):
-                    torch.testing.assert_close(
-                        w.double(), was.double() * rows, rtol=1e-4, atol=1e-8
-                    )
+                    assert_close(w.double(), was.double() * rows, rtol=1e-4, atol=1e-8)

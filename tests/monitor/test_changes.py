@@ -5,6 +5,7 @@ import torch
 from tests.attention import Joint, fused_causal
 from tests.training import sgd, step
 from torch import nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.capture.example import arguments
@@ -38,7 +39,7 @@ def test_the_root_mean_square_change_is_that_of_the_logits_by_hand():
             change = (logits(model, probe) - before)[..., seen]
             found = monitor.sample.heads
             rms = change.square().mean((0, 2)).sqrt()
-            torch.testing.assert_close(
+            assert_close(
                 torch.tensor(found["logit_change_rms"][0]), rms, rtol=1e-4, atol=1e-7
             )
 

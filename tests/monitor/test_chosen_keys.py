@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 from sites.sparse_models import DSA, H, M, MoBA, Model, T
 from torch import nn
 
@@ -49,7 +50,7 @@ def test_the_numbers_are_those_of_plain_loops(kind):
             model(x)
             heads = monitor.sample.heads
             for name, values in expected(model.a).items():
-                np.testing.assert_allclose(
+                assert_allclose(
                     heads[name][0], values, rtol=2e-5, atol=2e-6, err_msg=name
                 )
     assert (heads["dense_recall"] < 1).all()

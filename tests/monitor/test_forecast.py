@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.monitor import PlannedRates
@@ -128,7 +129,7 @@ def test_a_rate_read_before_or_after_the_scheduler_moved_is_of_the_plan():
 
 def test_the_clock_of_a_plan_is_read_both_ways():
     planned = PlannedRates.of(lambda step: 0.1 * step, steps=4)
-    np.testing.assert_allclose(planned.clock, [0, 0.1, 0.3, 0.6, 1.0])
+    assert_allclose(planned.clock, [0, 0.1, 0.3, 0.6, 1.0])
     assert [planned.when(tick) for tick in (0.0, 0.1, 0.45, 1.0)] == pytest.approx(
         [0, 1, 2.5, 4]
     )

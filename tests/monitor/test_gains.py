@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from tests.drawing import randint, randn
 from tests.quick import one_in
 from torch import nn
 from torch.nn import functional as F
@@ -37,7 +38,7 @@ MODELS = {
         },
     ),
 }
-TOKENS = torch.randint(0, 11, (2, 9), generator=torch.Generator().manual_seed(0))
+TOKENS = randint(0, 11, (2, 9), seed=0)
 
 
 def built(name, attention="sdpa"):
@@ -78,9 +79,7 @@ def aim(
     places,
 ):
     """Query head h and its key head of every token lie along one dimension, with one sign: places[h] = (q, k)."""
-    direction = 100 * torch.randn(
-        query.in_features, generator=torch.Generator().manual_seed(2)
-    )
+    direction = 100 * randn(query.in_features, seed=2)
     query.weight.zero_()
     key.weight.zero_()
     for h, (at_q, at_k) in enumerate(places):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 from tests.attention import later, scores
 from tests.training import sgd
 
@@ -49,9 +50,7 @@ def test_a_watched_models_gates_are_those_of_float64(learned):
     )
     assert set(NAMES) & set(heads) == set(expected)
     for name, x in expected.items():
-        np.testing.assert_allclose(
-            heads[name][0], x, rtol=2e-5, atol=1e-7, err_msg=name
-        )
+        assert_allclose(heads[name][0], x, rtol=2e-5, atol=1e-7, err_msg=name)
 
 
 def test_several_calls_of_a_step_count_by_their_rows():
@@ -69,7 +68,7 @@ def test_several_calls_of_a_step_count_by_their_rows():
             model(batch).sum().backward()
         optimizer.step()
         joint = monitor.sample.heads["lse_mean"][0]
-    np.testing.assert_allclose(joint, (5 * means[0] + 60 * means[1]) / 65, rtol=1e-6)
+    assert_allclose(joint, (5 * means[0] + 60 * means[1]) / 65, rtol=1e-6)
 
 
 def test_rows_that_are_masked_out_do_not_count():
@@ -82,7 +81,7 @@ def test_rows_that_are_masked_out_do_not_count():
     mask = (torch.arange(12) < 7)[None]
     with qkeel.watch(model, stats="all+gates", query_mask=mask) as monitor:
         model(x)
-        np.testing.assert_allclose(monitor.sample.heads["lse_mean"], short, rtol=1e-6)
+        assert_allclose(monitor.sample.heads["lse_mean"], short, rtol=1e-6)
 
 
 def test_nothing_of_it_is_measured_unless_it_is_named():

@@ -9,6 +9,7 @@ from tests.attention import Joint, fused, written
 from tests.training import sgd, warned
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
@@ -116,7 +117,7 @@ def test_a_module_that_cannot_be_copied_is_watched_without_its_weights():
     with warned() as caught, qkeel.watch(model) as monitor:
         model(x).sum().backward()
         (stats,) = monitor.read().values()
-    torch.testing.assert_close(stats.max_logit.double(), model[0].largest(x))
+    assert_close(stats.max_logit.double(), model[0].largest(x))
     (said,) = [text for text in caught if "weights behind" in text]
     assert "lock" in said
 

@@ -6,6 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
+from tests.drawing import randn
 from tests.training import sgd, step
 from torch import nn
 from torch.nn import functional as F
@@ -115,10 +117,7 @@ def watched(model, passes):
     return {name: sample.by_layer(name).tolist() for name in BLOCK_FIELDS}
 
 
-BATCHES = [
-    torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(s)) * (1 + s)
-    for s in range(2)
-]
+BATCHES = [randn(2, 7, 5, seed=s) * (1 + s) for s in range(2)]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -129,7 +128,7 @@ def test_every_number_of_every_block_is_that_of_float64(
     batches = [*BATCHES, BATCHES[0][:1, :3] * 0.5]
     found = watched(model, batches)
     for name, values in expected(model, batches).items():
-        np.testing.assert_allclose(found[name], values, rtol=3e-5, err_msg=name)
+        assert_allclose(found[name], values, rtol=3e-5, err_msg=name)
 
 
 def test_blocks_without_attention_are_recorded_under_their_own_name():

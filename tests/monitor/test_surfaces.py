@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 from sites.sparse_models import DSA, M, T
 from tests.training import adamw, step
 from torch import nn
@@ -117,7 +118,7 @@ def test_a_number_of_heads_layers_or_blocks_is_everywhere(name, watched, sparse,
         assert (field.column == "") or field.column in table
         frame = history.frame("layers")
         assert frame["layer"].tolist() == [*LAYERS] * 3
-        np.testing.assert_allclose(frame[name][-2:], known, rtol=1e-6, equal_nan=True)
+        assert_allclose(frame[name][-2:], known, rtol=1e-6, equal_nan=True)
         assert name in page
         top = history.top(name)
         assert top[-1] == pytest.approx(

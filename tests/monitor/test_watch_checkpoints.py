@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from tests.attention import Joint, fused, written
+from tests.drawing import randn
 from tests.training import sgd
 from torch import Tensor, nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import qkeel
@@ -73,9 +75,7 @@ def model(run=plainly):
 
 
 def batch(step):
-    return torch.randn(
-        2, 5, H * D, generator=torch.Generator().manual_seed(step)
-    ).requires_grad_()
+    return randn(2, 5, H * D, seed=step).requires_grad_()
 
 
 def gradients(net, run, step):
@@ -107,7 +107,7 @@ def test_a_checkpoint_recomputes_what_it_would_unwatched(whole, name):
             assert stats.keys() == others.keys()
             assert len(stats) == 2
             for site, s in stats.items():
-                torch.testing.assert_close(s.max_logit, others[site].max_logit)
+                assert_close(s.max_logit, others[site].max_logit)
                 assert torch.equal(s.n_queries, others[site].n_queries)
         assert [site.verified for site in monitor.sites] == [True, True]
 
@@ -139,4 +139,4 @@ def test_a_remedy_that_waits_for_the_next_pass_is_applied_inside_a_checkpoint(
             )
     assert found[0].keys() == found[1].keys()
     for key, x in found[0].items():
-        torch.testing.assert_close(x, found[1][key], msg=key)
+        assert_close(x, found[1][key], msg=key)

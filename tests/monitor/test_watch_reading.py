@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 from tests.attention import Attention, later, written
 from tests.contract.watch.small import batch, hooks, small
 from tests.contract.watch.test_bad_input import Plain
 from tests.training import adamw, sgd
 from torch import nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel import watch
@@ -42,7 +44,7 @@ def counts(stats):
 
 def close(a, b):
     for field in TENSORS:
-        torch.testing.assert_close(
+        assert_close(
             getattr(a, field).double(), getattr(b, field).double(), rtol=1e-5, atol=1e-6
         )
 
@@ -182,7 +184,7 @@ def test_padded_rows_count_nowhere(way, side, named):
     assert stats.n_pairs.tolist() == [21 + 10 + 1] * 2
     for name, value in expected.items():
         near = getattr(stats, name).double()
-        torch.testing.assert_close(near, value, rtol=2e-6, atol=2e-6)
+        assert_close(near, value, rtol=2e-6, atol=2e-6)
 
 
 def test_a_mask_of_numbers_that_are_added_to_scores_is_refused():
@@ -302,8 +304,8 @@ def test_the_maxima_alone_are_those_of_everything_and_nothing_else_is_recorded(
     assert alone == {"max_logit", "logit_spread"}
     for name in alone:
         values = [found[stats][0][name] for stats in ("max", True)]
-        np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(found["max"][1], found[True][1], rtol=1e-5, atol=1e-6)
+        assert_allclose(*values, rtol=1e-5, atol=1e-6)
+    assert_allclose(found["max"][1], found[True][1], rtol=1e-5, atol=1e-6)
 
 
 class Quantised(torch.Tensor):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from numpy.testing import assert_allclose
 from tests.training import adamw, sgd
 from torch import Tensor, nn
 
@@ -148,20 +149,16 @@ def test_a_steps_weights_are_those_of_the_dense_products(kind):
             ("stable_rank", 1 / share[:, 0]),
             ("singular_entropy", entropy),
         ):
-            np.testing.assert_allclose(
-                found[f"{name}_{summary}"], value, rtol=1e-5, err_msg=name
-            )
+            assert_allclose(found[f"{name}_{summary}"], value, rtol=1e-5, err_msg=name)
     if gains_of(model):
         return  # its weights have norms without their gains
     spectral = torch.linalg.matrix_norm(q.mT @ k, 2)
-    np.testing.assert_allclose(found["qk_spectral_norm"], spectral, rtol=1e-6)
+    assert_allclose(found["qk_spectral_norm"], spectral, rtol=1e-6)
     if "mla" not in kind:
         for name, new, old in (("query", new_q, q), ("key", new_k, k)):
             size, moved = old.flatten(1).norm(dim=1), (new - old).flatten(1).norm(dim=1)
-            np.testing.assert_allclose(found[f"{name}_weight_norm"], size, rtol=1e-6)
-            np.testing.assert_allclose(
-                found[f"{name}_update_ratio"], moved / size, rtol=1e-6
-            )
+            assert_allclose(found[f"{name}_weight_norm"], size, rtol=1e-6)
+            assert_allclose(found[f"{name}_update_ratio"], moved / size, rtol=1e-6)
 
 
 @pytest.mark.parametrize("eps", [1e-6, None])
@@ -234,7 +231,7 @@ def test_weights_that_are_exchanged_are_read_from_then_on():
             norms = monitor.sample.heads["query_weight_norm"]
             weights = [layer.q_proj.weight.unflatten(0, (H, -1)) for layer in model]
             expected = [x.detach().norm(dim=(1, 2)).tolist() for x in weights]
-            np.testing.assert_allclose(norms, expected, rtol=1e-6)
+            assert_allclose(norms, expected, rtol=1e-6)
 
 
 def test_a_layer_without_gradients_leaves_those_of_its_likes_as_they_are():
@@ -251,7 +248,7 @@ def test_a_layer_without_gradients_leaves_those_of_its_likes_as_they_are():
             rms = np.full(H, np.nan)
             if p.grad is not None:
                 rms = p.grad.unflatten(0, (H, -1)).square().mean((1, 2)).sqrt()
-            np.testing.assert_allclose(record[f"{side}_grad_rms"][0, i], rms, rtol=1e-6)
+            assert_allclose(record[f"{side}_grad_rms"][0, i], rms, rtol=1e-6)
     over_eps = np.minimum(record["query_grad_rms"], record["key_grad_rms"]) / 1e-6
-    np.testing.assert_allclose(record["grad_over_eps"], over_eps, rtol=1e-6)
+    assert_allclose(record["grad_over_eps"], over_eps, rtol=1e-6)
     assert np.isnan(record["grad_over_eps"][0, 1]).all()

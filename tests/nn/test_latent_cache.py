@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.quick import one_in
 from torch import nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel import preset
@@ -96,7 +97,7 @@ def in_pieces(module, x, sizes, **options):
 
 
 def near(a, b, atol=1e-12):
-    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+    assert_close(a, b, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("spec", one_in(SPECS, 3), ids=str)

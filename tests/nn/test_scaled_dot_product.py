@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from tests.training import sgd, step
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.kernels.attention import compiled as compiled_attention
@@ -60,7 +61,7 @@ def check(qkv, options, case=""):
     assert ours == refusal, case
     tolerance = TOLERANCES[qkv[0].dtype]
     for a, b in zip(theirs, found, strict=True):
-        torch.testing.assert_close(
+        assert_close(
             b, a, rtol=tolerance, atol=tolerance, equal_nan=True, msg=f"{case}"
         )
     return bool(refusal)
@@ -177,4 +178,4 @@ def test_a_model_that_calls_it_is_watched_and_compiled_into_one_graph(
     q = torch.randn(1, 2, 16, 8)
     compiled = torch.compile(functional_attention, backend="eager", fullgraph=True)
     out = functional_attention(q, q, q, is_causal=True)
-    torch.testing.assert_close(compiled(q, q, q, is_causal=True), out)
+    assert_close(compiled(q, q, q, is_causal=True), out)

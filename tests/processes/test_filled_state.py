@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from tests.drawing import randint
 from tests.quick import quick
 from tests.training import adamw
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -29,7 +30,7 @@ REMEDIES = (
 
 
 def batch(step):
-    return torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(step))
+    return randint(0, 64, (2, 12), seed=step)
 
 
 def trained(remedy, *, filled_first, sgd=False):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from qkeel.distributed.reduce import Member, SharedTable
 from qkeel.errors import InvalidValueError
@@ -84,9 +85,7 @@ def number(record, site, name):
 def close(merged, expected):
     for name, values in merged.tensors().items():
         theirs = expected.tensors()[name].to(values.dtype)
-        torch.testing.assert_close(
-            values, theirs, rtol=1e-12, atol=1e-12, equal_nan=True, msg=name
-        )
+        assert_close(values, theirs, rtol=1e-12, atol=1e-12, equal_nan=True, msg=name)
 
 
 @settings(deadline=None, max_examples=25)
@@ -230,7 +229,7 @@ def test_statistics_by_token_class_are_merged():
         count = CLASS_MERGES[name].count or {"max_logit": "n_pairs"}.get(name, "")
         counted = expected.tensors()[count] > 0 if count else torch.tensor(True)
         counted = counted if counted.ndim in (0, values.ndim) else counted[..., None]
-        torch.testing.assert_close(
+        assert_close(
             classes.tensors()[name].where(counted, 0.0).to(values.dtype),
             values.where(counted, 0.0).to(values.dtype),
             rtol=1e-12,

@@ -1,8 +1,12 @@
 """Models that know nothing of qkeel: of transformers, of torch, and hand-written ones, tiny."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import qkeel
+from qkeel.errors import RefusedError
 
 VOCAB, D, H, T = 40, 32, 4, 7
 SMALL = {
@@ -161,6 +165,15 @@ def everything(model):
         }
         for name, module in model.named_modules()
     }
+
+
+def assert_refused(model, remedy, x, optimizer=None):
+    """The refusal of a remedy leaves a model, and what it computes, as they were."""
+    before, y = everything(model), out(model, x)
+    with pytest.raises(RefusedError):
+        qkeel.apply(model, remedy, optimizer, batch=x)
+    assert everything(model) == before
+    assert torch.equal(out(model, x), y)
 
 
 def jolted(

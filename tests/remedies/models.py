@@ -1,6 +1,7 @@
 """Small models and straightforward stand-ins that the tests of remedies share."""
 
 import torch
+from tests.drawing import randint
 from torch import nn
 
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig
@@ -29,9 +30,7 @@ def mla(**options):
 
 def tokens(batch=2, length=8):
     """Fixed random tokens."""
-    return torch.randint(
-        0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(7)
-    )
+    return randint(0, VOCAB, (batch, length), seed=7)
 
 
 def loss(model, x):

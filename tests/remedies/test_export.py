@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.drawing import randint
 from tests.each_row import each_row
 from tests.training import warned
 
@@ -67,7 +68,7 @@ OLMO = {
     "post_attention_layernorm": "attention_post_norm",
     "post_feedforward_layernorm": "mlp_post_norm",
 }
-TOKENS = torch.randint(3, 23, (2, 20), generator=torch.Generator().manual_seed(1))
+TOKENS = randint(3, 23, (2, 20), seed=1)
 
 
 def before(case):

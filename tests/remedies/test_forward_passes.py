@@ -3,7 +3,7 @@
 import gc
 
 import pytest
-import torch
+from tests.drawing import randint
 from tests.training import adamw
 
 from qkeel import apply
@@ -17,7 +17,7 @@ def llama():
 
 
 def tokens():
-    return torch.randint(0, 32, (2, 80), generator=torch.Generator().manual_seed(0))
+    return randint(0, 32, (2, 80), seed=0)
 
 
 @pytest.mark.parametrize(

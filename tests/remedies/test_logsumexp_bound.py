@@ -6,6 +6,7 @@ from tests.attention import Attention, Joint, fused_causal
 from tests.training import sgd, warned
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
@@ -229,7 +230,7 @@ def test_a_compiled_model_with_heads_over_the_threshold_is_clipped_exactly():
             optimizer.step()
         weights.append(model[1].q.weight.detach().clone())
         assert largest(model, x).max() < 2.001
-    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
+    assert_close(*weights, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("reason", ["processes", "inputs"])

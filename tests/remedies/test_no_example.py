@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 from tests.attention import Attention, scores
+from tests.drawing import randn
 from tests.training import sgd, warned
 from torch import nn
 
@@ -19,7 +20,7 @@ def encoder():
 
 
 def batch(step):
-    return torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(step))
+    return randn(4, 6, 16, seed=step)
 
 
 def adamw(model):

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from tests.drawing import randn
 from tests.training import adamw, sgd
 
 import qkeel
@@ -18,9 +19,7 @@ from .models import D_MODEL, attention, trained
 
 
 def inputs(batch=2, seed=0, dtype=torch.float32):
-    return torch.randn(
-        batch, 7, D_MODEL, generator=torch.Generator().manual_seed(seed)
-    ).to(dtype)
+    return randn(batch, 7, D_MODEL, seed=seed).to(dtype)
 
 
 def maxima(model, *xs, **options):

@@ -8,6 +8,7 @@ from tests.each_row import each_row
 from tests.quick import one_in
 from tests.training import adamw
 from torch import nn
+from torch.testing import assert_close
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.remedies.retrofit import RetrofitConfig, retrofit
@@ -108,7 +109,7 @@ def test_a_gain_starts_where_it_brings_the_norm_nearest_to_what_it_norms(llama, 
     best = (q * n).sum(over) / n.square().sum(over)
     retrofit(model, f"qk_norm:gain={gain}", BATCHES[:2], config=START)
     started = model.model.layers[0].self_attn.q_norm.weight.detach()
-    torch.testing.assert_close(started.squeeze(-1) if gain == "head" else started, best)
+    assert_close(started.squeeze(-1) if gain == "head" else started, best)
 
 
 @pytest.mark.parametrize(

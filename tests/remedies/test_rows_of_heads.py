@@ -7,6 +7,7 @@ import torch
 from tests.attention import values
 from tests.sites.models import CASES
 from tests.training import adamw, sgd, step
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.sites import Tap
@@ -67,7 +68,7 @@ def test_rows_of_queries_and_keys_take_their_share_of_the_step_and_others_all(
             assert torch.equal(p[~rows], full[~rows]), n
         assert (full[rows] != old[n][rows]).all()
         near = old[n] + share * (full - old[n])
-        torch.testing.assert_close(p[rows], near[rows], rtol=1e-12, atol=1e-14)
+        assert_close(p[rows], near[rows], rtol=1e-12, atol=1e-14)
 
 
 def largest(model, x, sites):
@@ -96,7 +97,7 @@ def test_a_clip_brings_each_head_or_the_worst_of_a_group_to_the_threshold(name, 
         heads, keys = CASES[name].heads
         key_of = CASES[name].key_heads or [h * keys // heads for h in range(heads)]
         gamma = torch.stack([gamma[torch.tensor(key_of) == g].min() for g in key_of])
-    torch.testing.assert_close(largest(model, x, sites), before * gamma)
+    assert_close(largest(model, x, sites), before * gamma)
     for n, p in model.named_parameters():
         others = ~masks.get(n, torch.full_like(p, p.ndim < 2) > 0)
         assert torch.equal(p[others], old[n][others]), n

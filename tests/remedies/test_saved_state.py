@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from tests.attention import Attention
+from tests.drawing import randn
 from tests.training import adamw, sgd, warned
 from torch import nn
 from torch.distributed import checkpoint
@@ -22,9 +23,7 @@ from .models import D_MODEL, attention
 
 SPECS = ["lalr", "lalr:norm=spectral", "qk_clip:threshold=0.5,steps=matched"]
 every_spec = pytest.mark.parametrize("spec", SPECS)
-X = torch.randn(
-    2, 7, D_MODEL, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-)
+X = randn(2, 7, D_MODEL, dtype=torch.float64, seed=0)
 
 
 def made():

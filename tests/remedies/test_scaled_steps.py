@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.training import adamw, sgd
 from torch import nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.remedies import REMEDIES
@@ -72,7 +73,7 @@ def test_each_head_takes_its_factor_of_the_optimizers_own_step(name, options):
                 factor = TAU * factors[n[0]].repeat_interleave(4)[:, None]
                 base = old[n] * (1 - RATE * DECAY if "plain" in options else 1)
                 expected = base + factor * (p.detach() - base)
-            torch.testing.assert_close(
+            assert_close(
                 model.get_parameter(n).detach(), expected, rtol=1e-12, atol=1e-14
             )
     handle.remove()
@@ -165,7 +166,7 @@ def test_rates_are_those_of_the_published_algorithms(
     rates = factors(build(), changes, f"lalr:tau={tau}")
     for name, factor in expected.items():
         rate = rates[f"{name}.weight"]
-        torch.testing.assert_close(rate, torch.full_like(rate, factor), msg=name)
+        assert_close(rate, torch.full_like(rate, factor), msg=name)
 
 
 def test_the_term_that_binds_may_change_between_start_and_now():
@@ -180,7 +181,7 @@ def test_the_term_that_binds_may_change_between_start_and_now():
             * model.k_rope.weight.norm()
         )
     rate = factors(model, {"k_rope.weight": 1e4})["q_down.weight"]  # … later the other
-    torch.testing.assert_close(rate, (nope / (rope * 1e4)).expand_as(rate))
+    assert_close(rate, (nope / (rope * 1e4)).expand_as(rate))
 
 
 def test_biases_keep_the_base_rate_and_so_do_weights_that_were_zero_at_the_start():
@@ -195,7 +196,7 @@ def test_biases_keep_the_base_rate_and_so_do_weights_that_were_zero_at_the_start
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         optimizer.step()
-    torch.testing.assert_close(model.k_proj.weight.detach(), keys)
+    assert_close(model.k_proj.weight.detach(), keys)
 
 
 def test_the_factors_of_two_remedies_multiply():

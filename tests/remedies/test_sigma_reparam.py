@@ -8,6 +8,7 @@ from tests.each_row import each_row
 from tests.training import adamw, sgd
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
@@ -118,7 +119,7 @@ def trained(*reentrant, compiled=False):
 def test_passes_that_checkpointing_repeats_have_the_gradients_of_plain_ones(
     reentrant,
 ):
-    torch.testing.assert_close(trained(*reentrant), trained(), rtol=1e-12, atol=1e-12)
+    assert_close(trained(*reentrant), trained(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_passes_that_checkpointing_repeats_have_the_gradients_of_plain_ones(
 def test_and_so_have_compiled_ones(reentrant):
     torch.compiler.reset()
     compiled = trained(*reentrant, compiled=True)
-    torch.testing.assert_close(compiled, trained(), rtol=1e-12, atol=1e-12)
+    assert_close(compiled, trained(), rtol=1e-12, atol=1e-12)
 
 
 def test_power_iteration_makes_one_step_for_a_pass_and_none_in_evaluation():
@@ -154,7 +155,7 @@ def test_power_iteration_makes_one_step_for_a_pass_and_none_in_evaluation():
     assert not torch.equal(start, once)
     assert torch.equal(right_after("evaluation"), start)
     for way in ("repeated pass", "layer alone", "functional", "compiled"):
-        torch.testing.assert_close(right_after(way), once, rtol=1e-12, atol=1e-12)
+        assert_close(right_after(way), once, rtol=1e-12, atol=1e-12)
     model = changed(4, 6)
     (model(x) + model(x)).sum().backward()  # two passes before a backward
 
@@ -274,7 +275,7 @@ def test_torchs_own_attention_is_scaled_restored_and_folded(on):
         stored = "layer.self_attn.parametrizations.in_proj_weight.original"
         assert site.query[0].parameter == stored
         with torch.no_grad():
-            torch.testing.assert_close(model.eval()(x), fast, rtol=0, atol=1e-5)
+            assert_close(model.eval()(x), fast, rtol=0, atol=1e-5)
         model.train()
     assert_same(before, snapshot(model, optimizer))
     qkeel.apply(model, f"sigma_reparam:on={on},init=one", optimizer, batch=x)

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from tests.drawing import randn
 from tests.training import sgd
 from torch import nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.errors import RefusedError
@@ -96,7 +98,7 @@ def test_dropout_scales_what_it_keeps_of_both_branches_and_acts_in_training_alon
     for whole, dropped in zip(outputs[::2], outputs[1::2], strict=True):
         kept = dropped != 0
         assert 0.3 < kept.double().mean() < 0.7
-        torch.testing.assert_close(dropped[kept], 2 * whole[kept])
+        assert_close(dropped[kept], 2 * whole[kept])
     assert torch.equal(model.eval()(tokens()), before)
     handle.remove()
     assert torch.equal(model.train()(tokens()), before)
@@ -113,7 +115,7 @@ def test_final_softcap_caps_the_logits_of_any_model():
                 output = model(tokens())
                 logits.append(output if batch is None else output.logits)
         plain, capped = logits
-        torch.testing.assert_close(capped, 0.05 * torch.tanh(plain / 0.05))
+        assert_close(capped, 0.05 * torch.tanh(plain / 0.05))
 
 
 class Doubled(nn.Module):
@@ -142,11 +144,11 @@ def test_what_makes_the_final_logits_is_observed_or_named():
 
 @pytest.mark.parametrize("wrong", [0.0, torch.nan, torch.inf])
 def test_heads_without_a_finite_largest_singular_value_are_not_capped(wrong):
-    heads = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0))
+    heads = randn(3, 2, 5, seed=0)
     heads[0] *= wrong
     factors = SpectralCap(cap=1e-3).factors(heads.half())
     expected = 1e-3 / torch.linalg.matrix_norm(heads[1:], 2)
     assert factors[0] == 1
-    torch.testing.assert_close(factors[1:], expected, rtol=1e-2, atol=0)
+    assert_close(factors[1:], expected, rtol=1e-2, atol=0)
     if wrong:
         assert (SpectralCap(cap=1e-3, per="matrix").factors(heads) == 1).all()

@@ -15,6 +15,7 @@ from tests.training import sgd
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.errors import RefusedError
@@ -238,7 +239,7 @@ def test_a_clip_scales_each_head_to_the_threshold_and_changes_nothing_else(
     for (z, v), (old_z, old_v), factor in zip(
         drawn.observed(), before, gamma, strict=True
     ):
-        torch.testing.assert_close(z, old_z * factor[:, None, None])
+        assert_close(z, old_z * factor[:, None, None])
         assert torch.equal(v, old_v)
 
 
@@ -280,9 +281,7 @@ def test_rates_follow_the_weights_in_use(seed):
     ):
         is_weight = (".q." in name or ".k." in name) and "bias" not in name
         taken = (p - start[name]).detach()
-        torch.testing.assert_close(
-            taken, (full - start[name]).detach() * (0.5 if is_weight else 1.0)
-        )
+        assert_close(taken, (full - start[name]).detach() * (0.5 if is_weight else 1.0))
 
 
 class Normed(Layer):
@@ -316,7 +315,7 @@ def test_norms_of_heads_do_not_depend_on_how_weights_are_computed(wrap, groups):
     got = model(x)
     handle.remove()
     reference = nn.Sequential(Normed(q, k, projections[2], heads=4, size=8)).eval()
-    torch.testing.assert_close(got, reference(x), rtol=0, atol=1e-5)
+    assert_close(got, reference(x), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("shown", ["batch", "sites", "watched", "own"])

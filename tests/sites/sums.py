@@ -1,6 +1,7 @@
 """Modules whose logit is a sum of products, as they are written in the field, and what is not one."""
 
 import torch
+from tests.drawing import randn
 from torch import nn
 
 H, T, D = 4, 6, 8
@@ -197,7 +198,7 @@ def made(name):
 
 
 def batch(seed=1):
-    return torch.randn(2, T, 32, generator=torch.Generator().manual_seed(seed))
+    return randn(2, T, 32, seed=seed)
 
 
 def largest(model):

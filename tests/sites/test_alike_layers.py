@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.attention import Joint, fused_causal
+from tests.drawing import randn
 from tests.sites.models import SCALE, D, H, Heads, M, T
 from torch import nn
 
@@ -11,7 +12,7 @@ from qkeel.sites import site_search, verify
 
 
 def x():
-    return torch.randn(2, T, M, generator=torch.Generator().manual_seed(1))
+    return randn(2, T, M, seed=1)
 
 
 class Disguised(Heads):

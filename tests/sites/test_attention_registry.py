@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from tests.drawing import randint
+from torch.testing import assert_close
 
 transformers = pytest.importorskip("transformers")
 
@@ -20,7 +22,7 @@ pytestmark = [
 ]
 
 NAMES = ("eager", "sdpa", "flex_attention", "registered")
-IDS = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+IDS = randint(3, 64, (2, 8), seed=0)
 KEEP = torch.ones(2, 8, dtype=torch.int64)
 KEEP[1, :3] = 0  # padded on the left
 
@@ -97,7 +99,7 @@ def test_statistics_and_sites_are_the_same_under_every_name(name):
     assert list(found) == [f"model.layers.{i}.self_attn" for i in (0, 1)]
     for site, stats in found.items():
         for field in ("max_logit", "entropy", "query_norm_max"):
-            torch.testing.assert_close(
+            assert_close(
                 getattr(stats, field), getattr(plain[site], field), rtol=1e-4, atol=1e-5
             )
         assert stats.n_pairs.tolist() == [36 + 15] * 4  # 8 and 5 tokens, causal

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.attention import Joint
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from qkeel import find_sites
 from qkeel.capture.calls import statistics
@@ -91,10 +92,8 @@ def test_the_output_is_the_same_and_statistics_are_the_plain_ones_or_none(
     model.attend = attention
     _, (plain,) = seen(model, x)
     for stats in found:
-        torch.testing.assert_close(
-            stats.max_logit, plain.max_logit, rtol=1e-5, atol=1e-5
-        )
-        torch.testing.assert_close(stats.entropy, plain.entropy, rtol=1e-5, atol=1e-5)
+        assert_close(stats.max_logit, plain.max_logit, rtol=1e-5, atol=1e-5)
+        assert_close(stats.entropy, plain.entropy, rtol=1e-5, atol=1e-5)
         assert torch.equal(stats.n_pairs, plain.n_pairs)
 
 

@@ -5,7 +5,9 @@ import random
 import pytest
 import torch
 from tests.attention import Attention, scores, written
+from tests.drawing import randn
 from torch import nn
+from torch.testing import assert_close
 
 from qkeel import find_sites, watch
 
@@ -96,7 +98,7 @@ class Program(nn.Module):
 @pytest.mark.parametrize("seed", range(4))
 def test_each_set_of_weights_is_a_site_with_its_own_statistics(seed):
     model = Program(seed)
-    x = torch.randn(2, 5, C, generator=torch.Generator().manual_seed(seed))
+    x = randn(2, 5, C, seed=seed)
     sites = find_sites(model, x)
     queries = {site.name: site.query[-1].parameter for site in sites}
     assert sorted(queries.values()) == sorted(model.largest_by_weights(x))
@@ -107,9 +109,7 @@ def test_each_set_of_weights_is_a_site_with_its_own_statistics(seed):
         read = monitor.read()
     for name, largest in model.largest_by_weights(x).items():
         (site,) = [site for site, query in queries.items() if query == name]
-        torch.testing.assert_close(
-            read[site].max_logit.double(), largest, rtol=1e-5, atol=1e-5
-        )
+        assert_close(read[site].max_logit.double(), largest, rtol=1e-5, atol=1e-5)
 
 
 def test_sites_are_named_by_the_module_that_owns_the_projections():

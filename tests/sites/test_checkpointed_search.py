@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
 from tests.attention import Joint, fused_causal
+from tests.drawing import randn
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -116,7 +117,7 @@ def most():
 
 
 def batch():
-    return torch.randn(6, T, H * D, generator=torch.Generator().manual_seed(1))
+    return randn(6, T, H * D, seed=1)
 
 
 def known(model, x):

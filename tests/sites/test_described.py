@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from tests.contract.watch.test_functions import opaque
 from torch import nn
+from torch.testing import assert_close
 
 from qkeel.capture.calls import statistics
 from qkeel.capture.described import arranged
@@ -148,7 +149,7 @@ def test_what_is_visible_inside_a_described_module_is_reported_once_as_described
     assert how == [("0", "description"), ("1", "scaled_dot_product_attention")]
     with CaptureMode(model, lambda s: stats.append(statistics(s.call))):
         model(x)
-    torch.testing.assert_close(stats[0].max_logit, stats[2].max_logit)
+    assert_close(stats[0].max_logit, stats[2].max_logit)
 
 
 def test_a_fault_in_a_description_goes_to_the_handler_and_not_into_the_model():

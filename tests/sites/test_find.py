@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.drawing import randn
 from torch import nn
 
 import qkeel
@@ -23,7 +24,7 @@ KINDS = {
 def maxima(model):
     """Largest |logit| per head."""
     with Tap(model) as tap:
-        model(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)))
+        model(randn(2, 5, 16, seed=1))
         (stats,) = tap.read().values()
     return stats.max_abs_logit
 

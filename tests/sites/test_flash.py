@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tests.attention import Attention
 from tests.each_row import each_row
 from torch import nn
+from torch.testing import assert_close
 from transformers import modeling_flash_attention_utils as wrappers
 
 from qkeel import find_sites
@@ -68,8 +69,8 @@ def check(stats, pairs, options):
         torch.distributions.Categorical(logits=c[:, c[0].isfinite().any(-1)]).entropy()
         for _, c in each
     ]
-    torch.testing.assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
+    assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5)
+    assert_close(
         stats.entropy.double(), torch.cat(rows, dim=1).mean(1), rtol=1e-5, atol=1e-5
     )
     assert stats.n_pairs[0] == sum(int(z[0].isfinite().sum()) for z, _ in each)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.attention import Joint
+from tests.drawing import randn
 from tests.quick import one_in
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as home
@@ -15,6 +16,7 @@ from torch.nn.attention.flex_attention import (
     create_block_mask,
     flex_attention,
 )
+from torch.testing import assert_close
 
 from qkeel import find_sites
 from qkeel.capture.calls import statistics
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 B, H, G, T, D = 2, 4, 2, 5, 8
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-BIAS = torch.randn(B, 1, T, T, generator=torch.Generator().manual_seed(3))
+BIAS = randn(B, 1, T, T, seed=3)
 DOCUMENT = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 2, 2]])
 Mod = Callable[..., Tensor]
 
@@ -148,8 +150,8 @@ def test_statistics_are_those_of_the_oracle_in_blocks_of_any_size(
     )
     (stats,) = seen(Flex(attend), q, k, v)
     top, entropy, pairs = oracle(case, q, k)
-    torch.testing.assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+    assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5)
+    assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
     assert stats.n_pairs.tolist() == pairs.tolist()
     assert len(stats.key_norm) == G
 

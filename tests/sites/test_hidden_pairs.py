@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.attention import Attention
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.capture.calls import hides, is_low
@@ -117,10 +118,10 @@ def test_rows_that_a_module_adds_as_zeros_do_not_count(local):
             model(x)
             found = monitor.read()[""]
             assert found.n_queries.tolist() == [B * 10] * H
-            torch.testing.assert_close(
+            assert_close(
                 found.entropy, torch.special.entr(weights).sum(-1).mean((0, 2))
             )
-            torch.testing.assert_close(found.query_norm, q.norm(dim=-1).mean((0, 2)))
+            assert_close(found.query_norm, q.norm(dim=-1).mean((0, 2)))
 
 
 def test_queries_that_are_zeros_count_unless_the_module_has_added_them():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.sites.models import CASES, SCALE, D, H, Heads, causal
 from torch import nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel import find_sites
@@ -89,7 +90,7 @@ def test_a_changed_softmax_has_the_heads_of_its_layout(name):
     q, k, v = (operand.transpose(-3, -2) for operand in model.operands(x))
     e = causal(2 * torch.tanh(q @ k.mT * SCALE / 2)).exp()
     w = e / (e.sum(-1, keepdim=True) + model.get_parameter("sink").exp())
-    torch.testing.assert_close(model(x), (w @ v).transpose(-3, -2).flatten(-2))
+    assert_close(model(x), (w @ v).transpose(-3, -2).flatten(-2))
     handle.remove()
     assert torch.equal(model(x), y)
 
@@ -102,9 +103,7 @@ def test_parameters_of_heads_are_refused_where_the_heads_are_a_guess_and_a_cap_i
     ):
         qkeel.apply(model, "sink", batch=(q, q))
     qkeel.apply(model, "softcap:cap=2", batch=(q, q))
-    torch.testing.assert_close(
-        model(q, q), (2 * torch.tanh(q @ q.mT / 2)).softmax(-1) @ q
-    )
+    assert_close(model(q, q), (2 * torch.tanh(q @ q.mT / 2)).softmax(-1) @ q)
 
 
 class HeadsBeforeBatch(nn.Module):
@@ -130,6 +129,6 @@ def test_a_first_batch_of_one_sample_does_not_mix_heads_with_samples():
         tap.sites = qkeel.find_sites(model, x[:1])
         model(x)
         (stats,) = tap.read().values()
-    torch.testing.assert_close(
+    assert_close(
         stats.max_logit, (q @ k.mT / 2).amax((0, 2, 3)).detach(), check_dtype=False
     )

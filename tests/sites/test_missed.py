@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.attention import Attention
+from tests.drawing import randn
 from tests.training import sgd
 from torch import Tensor, nn
 
@@ -80,7 +81,7 @@ WAYS = {
 
 
 def x():
-    return torch.randn(2, T, M, generator=torch.Generator().manual_seed(1))
+    return randn(2, T, M, seed=1)
 
 
 def model(name="relu"):

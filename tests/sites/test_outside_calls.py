@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.attention import Joint
+from tests.drawing import randn
 from tests.training import sgd, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +23,7 @@ class Model(nn.Module):
         return self.head(checkpoint(self.encoder, x, use_reentrant=self.reentrant))
 
 
-X = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+X = randn(2, 6, 8, seed=0)
 
 
 def steps(model, loss, n=2):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.attention import Attention
+from tests.drawing import randint
 from torch import nn
 
 from qkeel import find_sites
@@ -52,7 +53,7 @@ class Heads(Attention):
 
 
 def tokens():
-    return torch.randint(0, 20, (B, T), generator=torch.Generator().manual_seed(1))
+    return randint(0, 20, (B, T), seed=1)
 
 
 def kept(model, *more):

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numpy.testing import assert_allclose
+from tests.drawing import randint
 from torch import nn
 
 import qkeel
@@ -49,7 +51,7 @@ def test_statistics_are_those_of_float64_over_the_keys_that_are_reached(
             for layer, one in truth.items():
                 row, expected = sample.layers.index(layer), numbers(one)
                 for field, values in expected._asdict().items():
-                    np.testing.assert_allclose(
+                    assert_allclose(
                         sample.heads[field][row],
                         values,
                         rtol=2e-5,
@@ -155,7 +157,7 @@ def test_deepseek_v4_of_transformers_is_seen_as_its_own_weights_say(
 ):
     model, ids = (
         v4(transformers),
-        torch.randint(0, 50, (2, 24), generator=torch.Generator().manual_seed(2)),
+        randint(0, 50, (2, 24), seed=2),
     )
     given = []
     scorer = model.get_submodule("model.layers.1.self_attn.compressor.indexer.scorer")
@@ -172,15 +174,13 @@ def test_deepseek_v4_of_transformers_is_seen_as_its_own_weights_say(
         w = w.detach().double()
         rest = (1 - w.sum(-1)).clamp_min(0)
         entropy = torch.special.entr(w).sum(-1) + torch.special.entr(rest)
-        np.testing.assert_allclose(
+        assert_allclose(
             sample.heads["entropy"][layer], entropy.mean((0, 2)), rtol=1e-4, atol=1e-5
         )
         free = (w > 0).sum(-1) > 1
         first = w.gather(-1, (w > 0).int().argmax(-1, keepdim=True))[..., 0]
         share = torch.stack([first[:, h][free[:, h]].mean() for h in range(4)])
-        np.testing.assert_allclose(
-            sample.heads["sink_share"][layer], share, rtol=1e-4, atol=1e-5
-        )
+        assert_allclose(sample.heads["sink_share"][layer], share, rtol=1e-4, atol=1e-5)
     (index,) = given
     reached = torch.arange(index.shape[-1]) < (torch.arange(24)[:, None] + 1) // 4
     expected = index.masked_fill(~reached, -torch.inf).amax().item()

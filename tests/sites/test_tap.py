@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.drawing import randint
 from torch import nn
 
 from qkeel import preset
@@ -22,7 +23,7 @@ def decoder(**choices):
 
 
 def tokens(seed=0):
-    return torch.randint(11, (2, 6), generator=torch.Generator().manual_seed(seed))
+    return randint(11, (2, 6), seed=seed)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.training import warned
 from torch import nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.sites import Tap
@@ -43,14 +44,10 @@ def test_heads_that_share_keys_are_not_taken_for_queries(told, training):
     (stats,) = tap.read().values()
     guesses = [text for text in caught if "do not show which" in text]
     if told:
-        torch.testing.assert_close(
-            stats.max_logit.float(), model[0].logits.amax((0, 1, 3))
-        )
+        assert_close(stats.max_logit.float(), model[0].logits.amax((0, 1, 3)))
         assert not caught
     else:
         assert guesses
     with torch.no_grad(), qkeel.watch(model) as monitor:
         model(x)
-    torch.testing.assert_close(
-        monitor.read()["0"].max_logit.float(), model[0].logits.amax((0, 1, 3))
-    )
+    assert_close(monitor.read()["0"].max_logit.float(), model[0].logits.amax((0, 1, 3)))

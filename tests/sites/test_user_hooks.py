@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.attention import Attention, Joint
+from tests.drawing import randn
 from tests.training import sgd, warned
 from torch import Tensor, nn
 
@@ -329,13 +330,18 @@ def weights_without_gradients(x):
         torch.einsum("btd,bsd->bts", x, x).softmax(-1)
 
 
-@pytest.mark.parametrize("place", ["0.qkv", "1.o", "0", "1"])
-@pytest.mark.parametrize(
-    "when", ["before", "after", "with keywords", "in all", "returned"]
-)
-@pytest.mark.parametrize(
-    "probe", [weights_by_hand, fused_weights, weights_without_gradients]
-)
+# Each way with each probe, in places that change with both.
+PLACES = ["0.qkv", "1.o", "0", "1"]
+WHENS = ["before", "after", "with keywords", "in all", "returned"]
+PROBES = [weights_by_hand, fused_weights, weights_without_gradients]
+RECORDERS = [
+    (PLACES[(i + j) % 4], when, probe)
+    for i, when in enumerate(WHENS)
+    for j, probe in enumerate(PROBES)
+]
+
+
+@pytest.mark.parametrize(("place", "when", "probe"), RECORDERS)
 def test_attention_that_a_hook_computes_to_record_it_is_no_layer(place, when, probe):
     def watched(is_probed):
         torch.manual_seed(0)
@@ -395,7 +401,7 @@ def _watched(hooked):
         qkeel.watch(model, optimizer, rules=[]) as monitor,
     ):
         for step in range(2):
-            x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(step))
+            x = randn(2, 6, 16, seed=step)
             model(x).square().mean().backward()
             optimizer.step()
     if hook is not None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.drawing import randn
 
 from qkeel.capture.calls import ScoresCall
 from qkeel.capture.visible_pattern import VisiblePattern, told_apart, visible_pattern
@@ -24,9 +25,7 @@ def window(i, j):
 
 
 def chosen(k):
-    scores = torch.randn(T, T, generator=torch.Generator().manual_seed(0)).masked_fill(
-        ~pairs(causal), -torch.inf
-    )
+    scores = randn(T, T, seed=0).masked_fill(~pairs(causal), -torch.inf)
     return torch.zeros(T, T, dtype=torch.bool).scatter(
         -1, scores.topk(k, -1).indices, True
     ) & pairs(causal)

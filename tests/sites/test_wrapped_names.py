@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from tests.attention import Joint
+from tests.drawing import randint
 from tests.training import adamw, sgd
 from torch import distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -21,7 +22,7 @@ from qkeel.sites.site import Sites
 
 
 def batch(step):
-    return torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step))
+    return randint(0, 64, (2, 8), seed=step)
 
 
 def wrap(module):

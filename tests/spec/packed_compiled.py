@@ -3,6 +3,7 @@
 import torch
 from tests.training import sgd
 from torch import nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel import attention
@@ -44,4 +45,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     plain, x = Packing(), torch.randn(1, 12, 16)
     compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(numbers(plain, compiled, x), numbers(plain, plain, x))
+    assert_close(numbers(plain, compiled, x), numbers(plain, plain, x))

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.changed import other_kinds, other_shapes
+from tests.drawing import rand, randn
 from tests.each_row import each_row
+from torch.testing import assert_close
 
 from qkeel import attention, reference
 from qkeel.errors import (
@@ -69,7 +71,7 @@ def attend(spec, *qkv, **options):
 
 
 def same(a, b, atol=1e-13):
-    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+    assert_close(a, b, rtol=0, atol=atol)
 
 
 # Masks
@@ -90,7 +92,7 @@ def test_infinity_and_the_most_negative_number_hide_as_a_boolean_mask_does(
     dtype,
 ):
     # transformers writes masks with the latter. Row 3 sees nothing at all: weights 0, not a uniform row.
-    keep = torch.rand(2, 1, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.6
+    keep = rand(2, 1, 5, 5, seed=0) < 0.6
     keep[:, :, 3] = False
     a = attend(preset("qwen3"), *draw(), mask=keep)
     for low in (torch.finfo(dtype).min, -math.inf):
@@ -181,7 +183,7 @@ def test_equal_positions_are_one_tensor():
 )
 def test_a_block_of_scores_is_that_block_of_the_logits(spec, rows, keys):
     qkv = draw(t=7, s=6)
-    bias = torch.randn(7, 6, generator=torch.Generator().manual_seed(0)).double()
+    bias = randn(7, 6, seed=0).double()
     logits = attend(spec, *qkv, mask=bias).logits
     call = make_call(spec, *qkv, params=params_of(spec), mask=bias)
     r, c = slice(*sorted(rows)), slice(*sorted(keys))

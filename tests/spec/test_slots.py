@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.each_row import each_row
 from torch.overrides import TorchFunctionMode
+from torch.testing import assert_close
 
 from qkeel import attention, preset, reference
 from qkeel import spec as slots
@@ -81,7 +82,7 @@ def attend(spec, **params):
 
 
 def exactly(a, b):
-    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 # What a slot takes: of each option, what else the slot needs, values just inside of its range, and values outside.
@@ -236,7 +237,7 @@ NEUTRAL = [
 def test_a_neutral_hyperparameter_is_the_identity(neutral, plain):
     spec = AttentionSpec(**neutral)
     params = {name: p.double() for name, p in spec.init_params(4, 2, 8).items()}
-    torch.testing.assert_close(
+    assert_close(
         attend(spec, **params),
         attend(AttentionSpec(**plain)),
         rtol=0,

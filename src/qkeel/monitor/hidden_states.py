@@ -232,10 +232,17 @@ def dense(x: Tensor) -> Tensor:
 
 def hidden_states(values: object) -> Tensor | None:
     """The first floating-point tensor with at least two dimensions among nested values, without its graph, or None."""
-    for value in (values,) if isinstance(values, Tensor) else tensors(values):
-        states = value if type(value) is Tensor else dist.local(value)
-        if states.is_floating_point() and states.ndim > 1:
-            return states.detach()
+    waiting = [values]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            states = value if type(value) is Tensor else dist.local(value)
+            if states.is_floating_point() and states.ndim > 1:
+                return states.detach()
+        elif isinstance(value, dict):
+            waiting += reversed(value.values())
+        elif isinstance(value, (tuple, list)):
+            waiting += reversed(value)
     return None
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from tests.drawing import randint
 from tests.training import adamw
 from torch import nn
 
@@ -201,9 +202,7 @@ def qlora(folder, watches):
             setattr(layer.self_attn, name, Adapter(base))
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
-    ids = torch.randint(
-        3, 64, (2 * STEPS, 12), generator=torch.Generator().manual_seed(1)
-    )
+    ids = randint(3, 64, (2 * STEPS, 12), seed=1)
     rows = [{"input_ids": row, "labels": row} for row in ids]
     trainer = transformers.Trainer(
         model,
@@ -235,9 +234,7 @@ def loop(
 
 
 def batches():
-    return torch.randint(
-        3, 64, (STEPS, 2, 12), generator=torch.Generator().manual_seed(1)
-    )
+    return randint(3, 64, (STEPS, 2, 12), seed=1)
 
 
 def nnsight(folder, watches):

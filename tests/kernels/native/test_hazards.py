@@ -3,11 +3,12 @@
 import copy
 import functools
 
-import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jvp, vmap
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
@@ -242,7 +243,7 @@ def check(name, native, do, truth):
     tolerance = 0.03 if name == "autocast" else 2e-5
     for i, (ours, theirs) in enumerate(zip(do(), truth(), strict=True)):
         size = theirs.detach().abs().max().item() if theirs.numel() else 0.0
-        np.testing.assert_allclose(
+        assert_allclose(
             ours.detach().double().numpy(),
             theirs.detach().numpy(),
             rtol=tolerance,
@@ -390,4 +391,4 @@ def test_positions_that_are_no_numbers_see_nothing_by_either_path(
             monkeypatch.setenv("QKEEL_NATIVE", native)
             out, stats = attend(stats=True, **options)
             found.append((out, stats.max_logit, stats.n_pairs))
-        torch.testing.assert_close(*found, equal_nan=True)
+        assert_close(*found, equal_nan=True)

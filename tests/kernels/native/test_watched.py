@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.training import adamw, sgd, step
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
@@ -84,7 +85,7 @@ def test_maxima_cost_no_pass_and_change_no_bit(passes, mask):
     assert list(largest) == list(exact) == ["layers.0", "layers.1"]
     for name in exact:
         logits = largest[name].max_logit, exact[name].max_logit
-        torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5, check_dtype=False)
+        assert_close(*logits, rtol=1e-5, atol=1e-5, check_dtype=False)
 
 
 def test_maxima_of_other_kernels_take_a_pass(passes):
@@ -106,7 +107,7 @@ def test_qk_clip_takes_its_maxima_from_the_kernel(passes):
         weights.append(model.get_parameter("0.q_proj.weight").detach())
         assert not torch.equal(weights[-1], before)
         assert passes == ([] if impl == "native" else ["max_stats"])
-    torch.testing.assert_close(*weights)
+    assert_close(*weights)
 
 
 @pytest.mark.slow
