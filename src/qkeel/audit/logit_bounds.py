@@ -17,8 +17,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from qkeel.audit.attention_weights import SitePlan, Slice, StreamWeights
 from qkeel.audit.checkpoint_config import VERIFIED, Geometry
+from qkeel.audit.checkpoint_heads import SitePlan, Slice, StreamWeights
 from qkeel.functional.bounds import gram_interaction_norms, gram_spectral_norm
 
 Load = Callable[[str], Tensor | None]

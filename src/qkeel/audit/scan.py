@@ -12,7 +12,8 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor
 
-from qkeel.audit.attention_weights import (
+from qkeel.audit.checkpoint_config import Geometry, read_geometry
+from qkeel.audit.checkpoint_heads import (
     FUSED,
     SEPARATE,
     SitePlan,
@@ -21,7 +22,6 @@ from qkeel.audit.attention_weights import (
     missing_layers,
     recognise,
 )
-from qkeel.audit.checkpoint_config import Geometry, read_geometry
 from qkeel.audit.logit_bounds import SiteReport, grams, measure
 from qkeel.errors import InvalidValueError, UnknownNameError
 from qkeel.metrics import text_table
