@@ -417,8 +417,8 @@ class _Step:
                 if refusal:
                     refusals.append(f"{action}: {refusal}")
                     continue
-                # lalr is for a whole site. It only takes the place of a clip: the rates that it sets rise as the clip
-                # shrinks the weights, which undoes matched steps.
+                # lalr acts on a whole site, so it gets no list of heads. It is tried only where a clip is refused: beside a
+                # clip, its rates would rise as the clip shrinks the weights, and undo the matched steps.
                 chosen = tuple(sorted(heads)) if action is Action.CLIP else ()
                 decisions.append(self.decision(action, site.name, rule, reason, chosen))
                 break

@@ -19,7 +19,7 @@ from qkeel.errors import (
 )
 from qkeel.nn import Attention
 from qkeel.reference import attend
-from qkeel.sites import weights as site_weights
+from qkeel.sites import softmax_weights
 from qkeel.spec import ALiBi, Rope, Sigmoid, Sink, SlidingWindow
 
 ARCHITECTURES = [
@@ -197,7 +197,7 @@ def test_weights_are_computed_in_blocks_of_rows(
 ):
     model, x = Attention(16, 4), torch.randn(1, 9, 16)
     whole = attention_maps(model, x)[""]
-    monkeypatch.setattr(site_weights, "BLOCK", 2 * 4 * 9)  # two rows
+    monkeypatch.setattr(softmax_weights, "BLOCK", 2 * 4 * 9)  # two rows
     assert_close(attention_maps(model, x)[""], whole)
 
 

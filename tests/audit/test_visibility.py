@@ -19,7 +19,7 @@ from qkeel.audit.visibility import (
     seen_keys,
 )
 from qkeel.metrics import Status
-from qkeel.sites.weights import blocks_of_weights, captured_calls
+from qkeel.sites.softmax_weights import blocks_of_weights, captured_calls
 
 from .test_sees import (
     POSITIONS,

@@ -8,7 +8,7 @@ import pytest
 
 from qkeel.cli import run
 from qkeel.cli.output import open_output
-from qkeel.cli.program import Program, prepare
+from qkeel.cli.python_program import Program, prepare
 
 
 @pytest.mark.parametrize("is_module", [False, True])

@@ -584,8 +584,7 @@ def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitS
         weights = weight_rows(
             call.spec.normalizer, call.params or {}, z, visible_keys, classes, sink
         )
-        # The first column is the key that was picked first, not the first key of the
-        # sequence.
+        # With gathered keys, the first column is the key that was picked first, not the first one of the sequence.
         if call.gathered:
             weights["first_weight"] = torch.full_like(z[..., 0], torch.nan)
         parts.append(RowStats(**angles, **logits, **weights))

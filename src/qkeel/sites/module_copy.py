@@ -85,7 +85,7 @@ def copy_of(
             for beside in x if isinstance(x, (list, tuple)) else ():
                 if isinstance(beside, nn.Module):
                     memo |= {id(p): p for p in beside.parameters() if id(p) not in memo}
-            # Neither of the others can be copied.
+            # deepcopy fails for generators, and for tensors that are not leaves or not strided, so these get stand-ins.
             if isinstance(x, Generator):
                 memo[id(x)] = None
             elif isinstance(getattr(type(x), "model_type", None), str):

@@ -112,7 +112,7 @@ class SiteSearch:
             self.failure = RefusedError(
                 f"{wrapper} keeps its weights in flat pieces, which are whole only inside a forward"
             )
-        # Of the latest module that did not run.
+        # The error of the latest module that did not run.
         self._error: Exception | None = None
         self._model, self._cuts = model, cuts
         self._keeps, self._may_wait = keeps, may_wait

@@ -465,7 +465,7 @@ def row_fields(
         wide
     ]
     norms = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)
-    # Of a key of zeros all products are 0.
+    # A key of zeros has only products of 0; the clamp keeps its inverse norm finite.
     inverse = norms.clamp_min(torch.finfo(torch.float32).tiny).reciprocal()
     fields = q.new_empty((len(ROW_FIELDS), b, h, t), dtype=torch.float32)
     counts = q.new_empty((b, h, t), dtype=torch.int64)
