@@ -11,7 +11,7 @@ import qkeel
 from qkeel.errors import UnknownNameError
 from qkeel.spec import AttentionSpec, Sink, Softcap
 
-NAMES = ("lse_mean", "lse_std", "sink_logit", "gate_mean", "gate_std")
+NAMES = ("lse_mean", "lse_min", "sink_logit", "gate_mean")
 
 
 def by_hand(call, cap, sink):
@@ -19,14 +19,13 @@ def by_hand(call, cap, sink):
     q, k = (x.detach().double() for x in (call.q, call.k))
     z = cap * torch.tanh(scores(q, k) / cap)
     rows = z.masked_fill(later(q, k), -torch.inf).logsumexp(-1).numpy()
-    numbers = {"lse_mean": rows.mean((0, 2)), "lse_std": rows.std((0, 2))}
+    numbers = {"lse_mean": rows.mean((0, 2)), "lse_min": rows.min((0, 2))}
     if sink is None:
         return numbers
     gates = 1 / (1 + np.exp(sink[:, None] - rows))
     return numbers | {
         "sink_logit": sink,
         "gate_mean": gates.mean((0, 2)),
-        "gate_std": gates.std((0, 2)),
     }
 
 

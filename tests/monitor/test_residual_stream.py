@@ -152,37 +152,3 @@ def test_blocks_without_attention_are_recorded_under_their_own_name():
     assert frame["layer"].tolist() == ["blocks.0.mixer", "blocks.2.mixer", "blocks.1"]
     assert np.isnan(frame["max_logit"][2])
     assert frame["block_output_rms"][2] == sample.values["block_output_rms/blocks.1"]
-
-
-class Doubling(nn.Module):
-    """A block whose output is twice its input, with an attention in it that adds nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = qkeel.nn.Attention(8, 2)
-
-    def forward(self, x):
-        return 2 * x + 0 * self.attention(x)
-
-
-@pytest.mark.parametrize("norm", [nn.RMSNorm(8, eps=0.0), nn.Identity(), None])
-def test_hidden_norms_are_means_over_tokens_and_passes(norm):
-    model = nn.Sequential()
-    model.add_module("blocks", nn.Sequential(Doubling(), Doubling()))
-    if norm is not None:
-        model.add_module("norm", norm)
-    model.add_module("head", nn.Linear(8, 3))
-    optimizer = sgd(model)
-    first, second = torch.zeros(1, 2, 8), torch.zeros(1, 2, 8)
-    first[0, 0, 0], first[0, 1, :2] = 1.0, torch.tensor([3.0, 4.0])  # norms 1 and 5
-    second[0, :, 3] = 9.0
-    with qkeel.watch(model, optimizer) as monitor:
-        for x in (first, second):
-            model(x).sum().backward()
-        optimizer.step()
-        values = monitor.sample.values
-    for i, factor in enumerate((2, 4)):
-        found = values[f"block_output_norm/blocks.{i}.attention"]
-        assert found == pytest.approx(factor * (3 + 9) / 2)
-    final = 8**0.5 if isinstance(norm, nn.RMSNorm) else 4 * (3 + 9) / 2
-    assert values["final_hidden_norm"] == pytest.approx(final)

@@ -76,11 +76,6 @@ def test_one_monitor_records_what_one_of_each_model_does(tmp_path):
             np.testing.assert_array_equal(
                 found, np.concatenate([first.heads[field], second.heads[field]])
             )
-        assert sample.values["final_hidden_norm"] == second.values["final_hidden_norm"]
-        assert (
-            sample.values["block_output_norm/encoder.blocks.1"]
-            == first.values["block_output_norm/blocks.1"]
-        )
     assert [*monitor.read()] == names
     monitor.close()
     page = write(tmp_path / "run", tmp_path / "page.html").read_text(encoding="utf-8")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.attention import Attention, Joint, fused_causal
+from tests.attention import Attention, Joint, from_heads, fused_causal, to_heads
 from tests.training import sgd, warned
 from torch import nn
 from torch.nn import functional as F
@@ -23,7 +23,7 @@ class Layer(Attention):
         self.dropout, self.padded = dropout, padded
 
     def heads(self, x):
-        return [y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.projected(x)]
+        return [to_heads(y, 4, -1) for y in self.projected(x)]
 
     def seen(self, x):
         """Of the first sample, where it is padded, the first two rows see nothing."""
@@ -36,7 +36,7 @@ class Layer(Attention):
         mask = self.seen(x) if self.padded else None
         rate = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, mask, rate, mask is None)
-        return x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.out(from_heads(y))
 
 
 def largest(model, x):

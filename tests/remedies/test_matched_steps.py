@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tests.attention import from_heads, to_heads
 from tests.training import adamw, sgd
 from torch import nn
 from torch.nn import functional as F
@@ -91,11 +92,9 @@ def test_clipped_weights_are_c_times_weights_that_take_full_steps_and_are_never_
         made = F.linear(
             x, free["in_proj_weight"] * rows[:, None], free["in_proj_bias"] * rows
         )
-        q, k, v = (
-            part.unflatten(-1, (HEADS, d)).transpose(1, 2) for part in made.chunk(3, -1)
-        )
+        q, k, v = (to_heads(part, HEADS, d) for part in made.chunk(3, -1))
         logits = q @ k.mT / math.sqrt(d)
-        out = (logits.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        out = from_heads(logits.softmax(-1) @ v)
         loss = (
             (F.linear(out, free["out_proj.weight"], free["out_proj.bias"]) - target)
             .square()

@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from tests.attention import Attention, scores
+from tests.attention import Attention, from_heads, scores, values
 from tests.drawing import randn
 from tests.training import sgd, warned
 from torch import nn
@@ -35,7 +35,7 @@ def train(model, optimizer, first, last):
 
 
 def weights(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return values(model)
 
 
 def equal(a, b):
@@ -173,7 +173,7 @@ class Cached(Attention):
         n, m = q.shape[2], k.shape[2]
         hidden = torch.ones(n, m, dtype=torch.bool).triu(m - n + 1)
         weights = scores(q, k).masked_fill(hidden, -torch.inf).softmax(-1)
-        return self.out((weights @ v).transpose(1, 2).flatten(2))
+        return self.out(from_heads(weights @ v))
 
 
 class Decoder(nn.Module):

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.attention import from_heads, to_heads
 from tests.drawing import randn
 from tests.each_row import each_row
 from tests.training import adamw, sgd
@@ -76,10 +77,10 @@ def attend(plain, spec, params):
         heads, project = plain.heads(X), plain.o
     else:
         layers = ((plain.q_proj, 4), (plain.k_proj, 2), (plain.v_proj, 2))
-        heads = [f(X).unflatten(-1, (n, -1)).transpose(1, 2) for f, n in layers]
+        heads = [to_heads(f(X), n, -1) for f, n in layers]
         project = plain.o_proj
     o = reference.attend(spec, *heads, params=params).out
-    return project(o.transpose(1, 2).flatten(2))
+    return project(from_heads(o))
 
 
 def check(where, remedy, spec):
@@ -232,7 +233,7 @@ def test_what_a_module_does_with_its_projections_besides_makes_no_difference(
 
 def parts(x):
     """[b h t d] of [b t (h d)]."""
-    return x.unflatten(-1, (-1, 4)).transpose(1, 2)
+    return to_heads(x, -1, 4)
 
 
 class Several(nn.Module):
@@ -253,7 +254,7 @@ class Several(nn.Module):
         z = self.logits(self, made) / 2
         v = parts(self.v(made["x"]))
         v = torch.cat([v] * (z.shape[-1] // 6), 2)
-        return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return from_heads(z.softmax(-1) @ v)
 
     def forward(self, x):
         return self.attend(self.projections(x))

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from tests.attention import values
 from tests.drawing import randn
 from tests.training import adamw, sgd
 
@@ -59,7 +60,7 @@ SCALES = (40.0, 1.0, 15.0, 2.0)
 
 
 def by_name(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return values(model)
 
 
 def unchanged(before, after, heads):

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from tests.attention import Attention
+from tests.attention import Attention, values
 from tests.training import sgd
 
 import qkeel
@@ -142,7 +142,7 @@ def test_a_step_that_a_scaler_skips_changes_nothing_on_a_foreign_model(remedy, f
     }.get(remedy, "")
     with qkeel.apply(model, remedy + option, optimizer, batch=example("llama")):
         for overflow in (True, False):
-            before = {n: p.detach().clone() for n, p in model.named_parameters()}
+            before = values(model)
             optimizer.zero_grad()
             scaler.scale(out(model, example("llama")).mean()).backward()
             if overflow:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tests.attention import from_heads, to_heads
 from torch import nn
 
 M, H, D, T, B = 32, 4, 8, 24, 2
@@ -25,7 +26,7 @@ class Truth(NamedTuple):
 
 
 def heads(x, n):
-    return x.unflatten(-1, (n, -1)).transpose(1, 2)
+    return to_heads(x, n, -1)
 
 
 def places():
@@ -101,7 +102,7 @@ class DSA(Sparse):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         else:
             out = (q @ k.mT / math.sqrt(D) + mask).softmax(-1) @ v
-        return out.transpose(1, 2).flatten(2)
+        return from_heads(out)
 
     def truth(self):
         return {

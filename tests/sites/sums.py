@@ -1,6 +1,7 @@
 """Modules whose logit is a sum of products, as they are written in the field, and what is not one."""
 
 import torch
+from tests.attention import from_heads, to_heads
 from tests.drawing import randn
 from torch import nn
 
@@ -35,14 +36,11 @@ class Sum(nn.Module):
         self.z = torch.zeros(())
 
     def forward(self, x):
-        parts = {
-            n: getattr(self, n)(x).unflatten(-1, (H, D)).transpose(1, 2)
-            for n in (*self.names, "v")
-        }
+        parts = {n: to_heads(getattr(self, n)(x), H, D) for n in (*self.names, "v")}
         v = parts.pop("v")
         self.x = x
         self.z = self.scores(self, parts) / 4
-        return (self.z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return from_heads(self.z.softmax(-1) @ v)
 
 
 def two(m, p):

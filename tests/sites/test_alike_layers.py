@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.attention import Joint, fused_causal
+from tests.attention import Joint, from_heads, fused_causal
 from tests.drawing import randn
 from tests.sites.models import SCALE, D, H, Heads, M, T
 from torch import nn
@@ -31,7 +31,7 @@ class Disguised(Heads):
         q = q + (q[:, self.order] - q).detach()
         bias = q.detach().amax(-1, keepdim=True) * torch.arange(float(T))
         z = q @ k.mT * SCALE + self.gate * bias
-        return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return from_heads(z.softmax(-1) @ v)
 
 
 def layers(n, normed=False):
@@ -122,7 +122,7 @@ class ByNumber(Heads):
             z = 5 * torch.tanh(q @ k.mT * scale / 5)
         else:
             z = q @ k.mT * scale
-        return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return from_heads(z.softmax(-1) @ v)
 
 
 def facts(site):

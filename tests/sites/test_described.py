@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import from_heads, to_heads
 from tests.contract.watch.test_functions import opaque
 from torch import nn
 from torch.testing import assert_close
@@ -31,13 +32,13 @@ class Opaque(nn.Module):
         self.kv = nn.Linear(H * D, 2 * G * D, bias=False)
 
     def heads(self, x):
-        q = self.q_proj(x).unflatten(2, (H, D)).transpose(1, 2)
+        q = to_heads(self.q_proj(x), H, D)
         return q, *self.kv(x).unflatten(2, (2, G, D)).transpose(1, 3).unbind(2)
 
     def forward(self, x):
         q, k, v = self.heads(x)
         k, v = (y.repeat_interleave(H // G, 1) for y in (k, v))
-        return opaque(q, k, v).transpose(1, 2).flatten(2)
+        return from_heads(opaque(q, k, v))
 
 
 class Model(nn.Module):
@@ -134,7 +135,7 @@ def test_what_is_visible_inside_a_described_module_is_reported_once_as_described
             y = F.scaled_dot_product_attention(
                 *self.heads(x), is_causal=True, enable_gqa=True
             )
-            return y.transpose(1, 2).flatten(2)
+            return from_heads(y)
 
     model, x = nn.Sequential(Visible(), Visible()), torch.randn(B, T, H * D)
     how = []

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.attention import Attention, Joint
+from tests.attention import Attention, Joint, from_heads, to_heads
 from tests.drawing import randn
 from tests.training import sgd, warned
 from torch import Tensor, nn
@@ -321,7 +321,7 @@ def weights_by_hand(x):
 
 
 def fused_weights(x):
-    y = x.unflatten(-1, (2, -1)).transpose(1, 2)
+    y = to_heads(x, 2, -1)
     F.scaled_dot_product_attention(y, y, y)
 
 
@@ -386,8 +386,8 @@ def test_attention_that_a_hook_computes_to_record_it_is_no_layer(place, when, pr
 
 def _probe(x):
     """Attention of a hook's own, with larger logits than the model's."""
-    q = 50 * x.detach().unflatten(-1, (4, -1)).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+    q = 50 * to_heads(x.detach(), 4, -1)
+    return from_heads(F.scaled_dot_product_attention(q, q, q))
 
 
 def _watched(hooked):

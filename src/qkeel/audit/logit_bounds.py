@@ -52,12 +52,6 @@ class SiteReport:
     interaction_spectral: tuple[float, ...]  #: ‖W_Qᵀ W_K‖₂
     logit_bound: tuple[float, ...]
     gain_bound: tuple[float, ...]
-    query_gain_max: float | None = (
-        None  #: largest magnitude of the gain of q's norm; None if there is none
-    )
-    key_gain_max: float | None = (
-        None  #: largest magnitude of the gain of k's norm; None if there is none
-    )
     outlier: tuple[bool, ...] = ()
     notes: tuple[str, ...] = ()  #: gaps of the bounds, with their reasons
     assumed: tuple[
@@ -168,8 +162,6 @@ def measure(
         interaction_spectral=per_head(interaction),
         logit_bound=per_head(rotated * logit_bound),
         gain_bound=per_head(rotated * gain_bound),
-        query_gain_max=lengths.gain_max(plan.queries),
-        key_gain_max=lengths.gain_max(plan.keys),
         notes=tuple(filter(None, notes)),
         assumed=tuple(assumed),
     )
@@ -256,11 +248,6 @@ class _Lengths:
             return math.nan
         gain, bias = self._gain(name)
         return gain.numel() ** 0.5 * float(gain.abs().amax()) + float(bias.norm())
-
-    def gain_max(self, streams: tuple[StreamWeights, ...]) -> float | None:
-        """Returns max|g| over the streams, or None if there is no gain."""
-        gains = [self._gain(side.gain)[0] for side in streams if side.gain is not None]
-        return max((float(gain.abs().amax()) for gain in gains), default=None)
 
     def _gain(self, name: str) -> tuple[Tensor, Tensor]:
         """Returns a norm's gain and bias."""

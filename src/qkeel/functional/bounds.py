@@ -405,8 +405,6 @@ class LogitChange:
     """
 
     rms: PerHead  #: root mean square of the change
-    mean_abs: PerHead  #: mean magnitude
-    max_abs: PerHead  #: largest magnitude
     n_pairs: Int[Tensor, " h"]
 
 
@@ -430,13 +428,10 @@ def change_factors(
 
 
 def change_rows(change: Tensor, visible_keys: VisibleKeys) -> dict[str, Tensor]:
-    """Returns, for each query row of blanked changes, the root of the sum of squares, the sum and the maximum of the
-    magnitudes, and the number of visible pairs."""
+    """Returns, for each query row of blanked changes, the root of the sum of squares and the number of visible pairs."""
     b, h, r, _ = change.shape
-    norm = torch.linalg.vector_norm(change, dim=-1)
-    size = change.abs_()
     count = visible_keys.counts(r, change.device).expand(b, h, r)
-    return {"norm": norm, "total": size.sum(-1), "most": size.amax(-1), "n": count}
+    return {"norm": torch.linalg.vector_norm(change, dim=-1), "n": count}
 
 
 def reduce_changes(
@@ -448,14 +443,10 @@ def reduce_changes(
         name: torch.cat([block[name] for block in parts], dim=2) for name in parts[0]
     }
     out = rows["n"] == 0 if counted is None else (rows["n"] == 0) | ~counted[:, None]
-    norm, total, most = (
-        rows[name].masked_fill(out, 0.0) for name in ("norm", "total", "most")
-    )
+    norm = rows["norm"].masked_fill(out, 0.0)
     n_pairs = rows["n"].masked_fill(out, 0).sum((0, 2))
     divisor = n_pairs.clamp_min(1).to(norm.dtype)
     return LogitChange(
         rms=torch.linalg.vector_norm(norm, dim=(0, 2)) / divisor.sqrt(),
-        mean_abs=total.sum((0, 2)) / divisor,
-        max_abs=most.amax((0, 2)),
         n_pairs=n_pairs,
     )

@@ -31,7 +31,6 @@ from qkeel.functional.class_statistics import (
     rule,
     tensors,
 )
-from qkeel.functional.norms import widest
 
 # LogitStats: per-head statistics of one site's attention logits. They merge associatively.
 
@@ -227,25 +226,6 @@ def with_sink(
     kept, taken = torch.sigmoid(gap), torch.sigmoid(-gap)
     logs = torch.nn.functional.logsigmoid
     return kept * entropy - kept * logs(gap) - taken * logs(-gap), kept * first
-
-
-def row_moments(
-    x: Float[Tensor, "b h t"], over: Bool[Tensor, "#b #h t"]
-) -> Float[Tensor, "3 h"]:
-    """Returns the number of rows in `over` and the sums of x and x² over them, per head. The results of several calls
-    can be added.
-
-    They are in float64 if the device supports it, because the mean square minus the squared mean loses half of the
-    digits.
-    """
-    wide = x.to(widest(x.device)).masked_fill(~over, 0.0)
-    return torch.stack(
-        [
-            over.expand_as(x).to(wide.dtype).sum((0, 2)),
-            wide.sum((0, 2)),
-            wide.square().sum((0, 2)),
-        ]
-    )
 
 
 # Statistics of each query row, block by block, and their reduction to LogitStats.

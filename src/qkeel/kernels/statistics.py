@@ -398,7 +398,7 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
         parts.append(change_rows(visible_keys.blank_(change), visible_keys))
     if not parts:
         none = a.new_zeros(a.shape[1])
-        return LogitChange(rms=none, mean_abs=none, max_abs=none, n_pairs=none.long())
+        return LogitChange(rms=none, n_pairs=none.long())
     return reduce_changes(parts, after.query_mask)
 
 

@@ -357,7 +357,6 @@ VALUES = (
     "val_loss",
     "grad_norm",
     "lr",
-    "final_hidden_norm",
 )
 # Values in all lines of a page, about 600 KB.
 MAX_LINES = 120_000
