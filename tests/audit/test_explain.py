@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from tests.attention import Attention
+from tests.attention import Attention, from_heads
 from tests.drawing import randint, randn
 from torch import nn
 
@@ -229,7 +229,7 @@ class ByHand(Attention):
         k = self.step(k.transpose(1, 2), self.k_norm).transpose(1, 2)
         is_causal = self.mask is None
         y = F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=is_causal)
-        return y.transpose(1, 2).flatten(2)
+        return from_heads(y)
 
 
 def hand_written(step, heads=4, mask=None):

@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from tests.attention import to_heads
 from tests.training import sgd, warned
 from torch import nn
 
@@ -30,10 +31,7 @@ class Gated(nn.Module):
         self.means = []
 
     def forward(self, x):
-        q, k, v = (
-            y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for y in self.qkv(x).chunk(3, -1)
-        )
+        q, k, v = (to_heads(y, self.heads, -1) for y in self.qkv(x).chunk(3, -1))
         if self.by_hand:
             o = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
         else:

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.attention import Joint, later
+from tests.attention import Joint, from_heads, later
 from tests.drawing import randn
 from torch import nn
 
@@ -36,7 +36,7 @@ class Scaled(Joint):
             y = F.scaled_dot_product_attention(q, k, v, bias, scale=self.scale)
         else:
             y = (q @ k.mT * self.scale + self.bias + mask).softmax(-1) @ v
-        return self.o(y.transpose(1, 2).flatten(2))
+        return self.o(from_heads(y))
 
 
 def model(scale, *, fused, head_dim=256, norm=True):

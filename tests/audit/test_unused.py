@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from tests.attention import Joint, fused, scores
+from tests.attention import Joint, from_heads, fused, scores
 from tests.training import sgd, step, warned
 from torch import nn
 
@@ -39,7 +39,7 @@ class Block(Joint):
         else:
             o = fused(q, k, v)
         o = o * self.frozen[:, None, None]
-        return x + self.out(o.transpose(1, 2).flatten(2))
+        return x + self.out(from_heads(o))
 
 
 NAMES = {"sinks": "sinks", "scale": "scale", "gain": "gain.q.weight"}

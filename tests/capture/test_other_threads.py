@@ -3,6 +3,7 @@
 import threading
 
 import torch
+from tests.attention import from_heads
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
@@ -23,7 +24,7 @@ class Twice(nn.Module):
             thread.start()
             thread.join()
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return from_heads(scaled_dot_product_attention(q, k, v))
 
 
 def test_only_calls_of_the_pass_are_read_and_all_of_them():

@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import torch
 from numpy.testing import assert_allclose
+from tests.attention import from_heads, to_heads
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -38,15 +39,12 @@ class Block(nn.Module):
         self.log, self.factor = [], 1.0
 
     def forward(self, x):
-        q, k, v = (
-            f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for f in (self.q, self.k, self.v)
-        )
+        q, k, v = (to_heads(f(x), HEADS, -1) for f in (self.q, self.k, self.v))
         q = q * self.factor
         z = q.detach().double() @ k.detach().double().mT * (WIDTH // HEADS) ** -0.5
         self.log.append(z.amax((0, 2, 3)).numpy())
         y = F.scaled_dot_product_attention(q, k, v)
-        return x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.o(from_heads(y))
 
 
 class Model(nn.Module):

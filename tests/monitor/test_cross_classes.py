@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from tests.attention import Attention, scores
+from tests.attention import Attention, from_heads, scores
 from tests.training import warned
 from torch import nn
 
@@ -27,7 +27,7 @@ class Cross(Attention):
             z if mask is None else z.masked_fill(~mask, -torch.inf)
         ).softmax(-1)
         out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return out.transpose(1, 2).flatten(2)
+        return from_heads(out)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.attention import Joint
+from tests.attention import Joint, from_heads
 from tests.training import sgd, warned
 from torch import Tensor, nn
 
@@ -41,7 +41,7 @@ class Layer(Joint):
             z = q @ k.mT * scale
             z = cap * torch.tanh(z / cap) if cap else z
             y = weights(z, mask) @ v
-        return x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.o(from_heads(y))
 
 
 class Program(nn.Module):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from tests.attention import to_heads
 from tests.drawing import randint, randn
 from tests.quick import one_in
 from torch import nn
@@ -142,7 +143,7 @@ class Written(nn.Module):
         self.norm = norm
 
     def normed(self, x):
-        x = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        x = to_heads(x, 2, 8)
         if self.norm == "l2":
             return F.normalize(x, dim=-1) * self.gain
         if self.norm == "l2 by hand, times √d":
@@ -155,7 +156,7 @@ class Written(nn.Module):
         q, k, v = (
             self.normed(self.q(x)),
             self.normed(self.k(x)),
-            self.v(x).unflatten(-1, (2, 8)).transpose(1, 2),
+            to_heads(self.v(x), 2, 8),
         )
         return (0.5 * (q @ k.mT)).softmax(-1) @ v
 

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import from_heads, to_heads
 from tests.training import adamw, sgd
 from torch import nn
 
@@ -22,10 +23,7 @@ class Attention(nn.Module):
         self.hurt, self.fused = "", False
 
     def forward(self, x, mask):
-        q, k, v = (
-            layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
+        q, k, v = (to_heads(layer(x), HEADS, -1) for layer in (self.q, self.k, self.v))
         if self.hurt == "empty rows":
             mask = mask.repeat(len(x), 1, 1, 1)
             mask[0, :, 3] = False
@@ -35,7 +33,7 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         else:
             y = (q @ k.mT / 8**0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ v
-        return self.o(y.transpose(1, 2).flatten(2))
+        return self.o(from_heads(y))
 
 
 class RMSNorm(nn.Module):

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from tests.attention import written
+from tests.attention import from_heads, to_heads, written
 from tests.contract.watch.small import Block, batch, small
 from tests.quick import quick
 from tests.training import sgd, step, warned
@@ -26,10 +26,8 @@ class TorchAttention(nn.Module):
 
 class Written(Block):
     def forward(self, x):
-        q, k, v = (
-            f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v)
-        )
-        return self.o(written(q, k, v).transpose(1, 2).flatten(2))
+        q, k, v = (to_heads(f(x), 2, 4) for f in (self.q, self.k, self.v))
+        return self.o(from_heads(written(q, k, v)))
 
 
 MODELS = {
@@ -132,12 +130,9 @@ class HeadsByLength(Written):
 
     def forward(self, x):
         heads = 1 if x.shape[1] > 48 else 2
-        q, k, v = (
-            f(x).unflatten(-1, (heads, -1)).transpose(1, 2)
-            for f in (self.q, self.k, self.v)
-        )
+        q, k, v = (to_heads(f(x), heads, -1) for f in (self.q, self.k, self.v))
         y = nn.functional.scaled_dot_product_attention(q, k, v)
-        return self.o(y.transpose(1, 2).flatten(2))
+        return self.o(from_heads(y))
 
 
 @pytest.mark.parametrize("lengths", [(70, 70), (40, 70), (40, 40)])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from tests.attention import Attention, later, written
+from tests.attention import Attention, later, to_heads, written
 from tests.contract.watch.small import batch, hooks, small
 from tests.contract.watch.test_bad_input import Plain
 from tests.training import adamw, sgd
@@ -348,7 +348,7 @@ def test_statistics_need_no_operator_of_quantised_weights(recwarn):
     optimizer = torch.optim.SGD([model.qkv.bias], 0.1)
     monitor = watch(model, optimizer, every=1)
     x = torch.randn(2, 5, 16)
-    q, k, _ = (y.unflatten(2, (4, 4)).transpose(1, 2) for y in model.qkv(x).chunk(3, 2))
+    q, k, _ = (to_heads(y, 4, 4) for y in model.qkv(x).chunk(3, 2))
     model(x).square().mean().backward()
     optimizer.step()
     assert not recwarn.list

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import from_heads
 from tests.training import sgd, step
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -160,7 +161,7 @@ class Model(nn.Module):
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
         out = functional_attention(q, k, v, is_causal=True)
-        return self.out(out.transpose(1, 2).flatten(2))
+        return self.out(from_heads(out))
 
 
 def test_a_model_that_calls_it_is_watched_and_compiled_into_one_graph(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import from_heads
 from torch import Tensor, nn
 
 import qkeel
@@ -151,7 +152,7 @@ class Hand(nn.Module):
         else:
             z = (q @ k.transpose(-2, -1)) * self.d**-0.5
             o = F.softmax(z.masked_fill(~seen, float("-inf")), dim=-1) @ v
-        return self.o(o.transpose(1, 2).flatten(2))
+        return self.o(from_heads(o))
 
 
 def everything(model):

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.attention import Joint
+from tests.attention import Joint, from_heads, to_heads
 from tests.drawing import randn
 from tests.each_row import each_row
 from tests.quick import one_in
@@ -55,7 +55,7 @@ CAUSAL = torch.ones(6, 6, dtype=torch.bool).tril()
 
 def merged(x):
     """[b t (h d)] of heads [b h t d]."""
-    return x.transpose(1, 2).flatten(2)
+    return from_heads(x)
 
 
 # Written out with a mask and fused without one; both other ways for a change of each side of the softmax.
@@ -169,7 +169,7 @@ def test_multihead_attention_is_changed_with_masks_and_weights(change, spec, cro
     weights = m.in_proj_weight.chunk(3)
     biases = [None] * 3 if cross else m.in_proj_bias.chunk(3)
     qkv = [
-        F.linear(a, w, c).unflatten(-1, (4, -1)).transpose(1, 2)
+        to_heads(F.linear(a, w, c), 4, -1)
         for a, w, c in zip((X, y, y), weights, biases)
     ]
     padding, hidden = (torch.zeros(n, s, dtype=torch.bool) for n in (2, 6))
@@ -305,9 +305,7 @@ class Written(nn.Module):
         self.qkv.weight.data[:32] *= size**0.5
 
     def heads(self, x):
-        return [
-            y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
-        ]
+        return [to_heads(y, 4, 4) for y in self.qkv(x).chunk(3, -1)]
 
     def forward(self, x):
         q, k, v = self.heads(x)

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from tests.attention import values
 from tests.drawing import randn
 from tests.training import adamw, sgd
 
@@ -59,7 +60,7 @@ SCALES = (40.0, 1.0, 15.0, 2.0)
 
 
 def by_name(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return values(model)
 
 
 def unchanged(before, after, heads):
@@ -108,29 +109,6 @@ def test_a_capped_site_is_clipped_by_its_logit_before_the_cap():
     assert top.max() > 6
     clip_once(model, "softcap:cap=2+qk_clip:threshold=3", x)
     assert torch.allclose(maxima(model, x)[0], top.clamp(max=3))
-
-
-def test_micro_batches_between_steps_count_together_and_the_next_step_starts_anew():
-    model = loud(attention(torch.float64, 4), *[10.0] * 4)
-    a, b = inputs(1, 1, torch.float64), 5 * inputs(1, 2, torch.float64)
-    both = maxima(model, a, b)[0]
-    assert not torch.equal(both, maxima(model, a)[0])
-    optimizer = sgd(model, 0.0)
-    with qkeel.apply(model, "qk_clip:threshold=1", optimizer):
-        trained(model(b))
-        trained(model(a))
-        model(20 * b)  # no gradient comes, so it does not count
-        model.eval()
-        with torch.no_grad():
-            model(20 * b)
-        model.train()
-        optimizer.step()
-        assert torch.allclose(maxima(model, a, b)[0], both.clamp(max=1))
-        before = by_name(model)
-        trained(model(a))  # under the threshold by now
-        optimizer.step()
-        optimizer.step()  # nothing seen at all
-    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("bias", [False, True])

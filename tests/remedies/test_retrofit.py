@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tests.attention import from_heads
 from tests.each_row import each_row
 from tests.quick import one_in
 from tests.training import adamw
@@ -228,7 +229,7 @@ class Regressor(nn.Module):
         h = self.read(x)
         qkv = self.qkv(h).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
         out = nn.functional.scaled_dot_product_attention(*qkv)
-        y = self.write(h + out.transpose(1, 2).flatten(2))
+        y = self.write(h + from_heads(out))
         return y.mean(1) if self.pooled else y
 
 

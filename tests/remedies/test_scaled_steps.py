@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.attention import values
 from tests.training import adamw, sgd
 from torch import nn
 from torch.testing import assert_close
@@ -63,7 +64,7 @@ def test_each_head_takes_its_factor_of_the_optimizers_own_step(name, options):
                 w.add_(torch.randn_like(w))
             for p, source in zip(plain.parameters(), model.parameters()):
                 p.copy_(source)
-        old = {n: p.detach().clone() for n, p in model.named_parameters()}
+        old = values(model)
         factors = qk_factors(start, norms())
         step_by(model, optimizer, grads)
         step_by(plain, other, grads)
@@ -87,7 +88,7 @@ def factors(model, changes, remedy="lalr:tau=1"):
         with torch.no_grad():
             for name, factor in changes.items():
                 model.get_parameter(name).mul_(factor)
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        before = values(model)
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         optimizer.step()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.attention import Attention
+from tests.attention import Attention, values
 from tests.drawing import randint, randn
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -34,7 +34,7 @@ def train(model, optimizers, steps=3):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return values(model)
 
 
 def warned(record):

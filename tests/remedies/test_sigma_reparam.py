@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from tests.attention import from_heads
 from tests.each_row import each_row
 from tests.training import adamw, sgd
 from torch import nn
@@ -205,7 +206,7 @@ class OwnWeight(nn.Module):
         qkv = nn.functional.linear(self.embedding(x), self.qkv)
         q, k, v = qkv.unflatten(-1, (3, 2, 8)).transpose(1, 3).unbind(2)
         o = nn.functional.scaled_dot_product_attention(q, k, v)
-        return o.transpose(1, 2).flatten(2)
+        return from_heads(o)
 
 
 @each_row(

@@ -55,6 +55,8 @@ def test_the_state_is_named_by_weights_and_another_models_is_refused():
         handle.load({query: state[query]})
     with pytest.raises(InvalidValueError, match=r"for k_proj.weight:0/2x4, got \(3,\)"):
         handle.load({**state, key: torch.ones(3)})
+    with pytest.raises(InvalidValueError):
+        handle.load({**state, "1.v_proj.weight:0/2x4": torch.ones(2)})
 
 
 # Weights that are frozen or unfrozen after a remedy has been applied.

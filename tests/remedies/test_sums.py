@@ -1,6 +1,7 @@
 """Remedies on a logit that is a sum of products act on all of them, or refuse."""
 
 import pytest
+from tests.attention import values
 from tests.quick import one_in
 from tests.sites.sums import SUMS, UNKNOWN, batch, largest, made, unknown
 from tests.training import sgd, step
@@ -13,7 +14,7 @@ STEPS = 2
 
 def trained(model, remedy, lr):
     """Steps of descent under a remedy; the weights before them."""
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    before = values(model)
     optimizer = sgd(model, lr)
     with qkeel.apply(model, remedy, optimizer, batch=batch()):
         for _ in range(STEPS):

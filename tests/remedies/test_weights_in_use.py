@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from tests.attention import Attention as Foreign
+from tests.attention import from_heads
 from tests.training import sgd
 from torch import Tensor, nn
 from torch.nn import functional
@@ -105,7 +106,7 @@ class Layer(Foreign):
 
     def forward(self, x):
         y = functional.scaled_dot_product_attention(*self.parts(x))
-        return x + y.transpose(1, 2).flatten(2)
+        return x + from_heads(y)
 
 
 @dataclasses.dataclass

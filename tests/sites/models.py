@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from tests.attention import from_heads, to_heads
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -298,8 +299,8 @@ class Sum(Heads):
 
     def forward(self, x):
         layers = (self.q, self.k, self.q2, self.k2, self.v)
-        q, k, q2, k2, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in layers)
-        return ((q @ k.mT + q2 @ k2.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        q, k, q2, k2, v = (to_heads(p(x), H, D) for p in layers)
+        return from_heads((q @ k.mT + q2 @ k2.mT).softmax(-1) @ v)
 
 
 class Itself(Heads):

@@ -1,6 +1,7 @@
 """Modules whose logit is a sum of products, as they are written in the field, and what is not one."""
 
 import torch
+from tests.attention import from_heads, to_heads
 from tests.drawing import randn
 from torch import nn
 
@@ -35,14 +36,11 @@ class Sum(nn.Module):
         self.z = torch.zeros(())
 
     def forward(self, x):
-        parts = {
-            n: getattr(self, n)(x).unflatten(-1, (H, D)).transpose(1, 2)
-            for n in (*self.names, "v")
-        }
+        parts = {n: to_heads(getattr(self, n)(x), H, D) for n in (*self.names, "v")}
         v = parts.pop("v")
         self.x = x
         self.z = self.scores(self, parts) / 4
-        return (self.z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return from_heads(self.z.softmax(-1) @ v)
 
 
 def two(m, p):
@@ -147,7 +145,6 @@ def convolutions(m, p):
     return p["q1"] @ p["k1"].mT + q.unflatten(1, (H, D)).mT @ k.unflatten(1, (H, D))
 
 
-Terms = list[tuple[list[str], list[str]]]
 SUMS = {
     "two": (two, "q1 k1 q2 k2", [(["q1"], ["k1"]), (["q2"], ["k2"])]),
     "in place": (in_place, "q1 k1 k2", [(["q1"], ["k1"]), (["q1"], ["k2"])]),

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from tests.attention import Attention, scores, written
+from tests.attention import Attention, from_heads, scores, written
 from tests.drawing import randn
 from torch import nn
 from torch.testing import assert_close
@@ -36,7 +36,7 @@ class Weights(Attention):
 
     def forward(self, core, x, memory):
         q, k, v = self.heads(x)[0], *self.heads(memory)[1:]
-        return x + core(q, k, v).transpose(1, 2).flatten(2)
+        return x + from_heads(core(q, k, v))
 
 
 class Block(nn.Module):

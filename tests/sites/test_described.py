@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import from_heads, to_heads
 from tests.contract.watch.test_functions import opaque
 from torch import nn
 from torch.testing import assert_close
@@ -31,13 +32,13 @@ class Opaque(nn.Module):
         self.kv = nn.Linear(H * D, 2 * G * D, bias=False)
 
     def heads(self, x):
-        q = self.q_proj(x).unflatten(2, (H, D)).transpose(1, 2)
+        q = to_heads(self.q_proj(x), H, D)
         return q, *self.kv(x).unflatten(2, (2, G, D)).transpose(1, 3).unbind(2)
 
     def forward(self, x):
         q, k, v = self.heads(x)
         k, v = (y.repeat_interleave(H // G, 1) for y in (k, v))
-        return opaque(q, k, v).transpose(1, 2).flatten(2)
+        return from_heads(opaque(q, k, v))
 
 
 class Model(nn.Module):
@@ -134,7 +135,7 @@ def test_what_is_visible_inside_a_described_module_is_reported_once_as_described
             y = F.scaled_dot_product_attention(
                 *self.heads(x), is_causal=True, enable_gqa=True
             )
-            return y.transpose(1, 2).flatten(2)
+            return from_heads(y)
 
     model, x = nn.Sequential(Visible(), Visible()), torch.randn(B, T, H * D)
     how = []
@@ -171,19 +172,6 @@ def test_an_output_that_is_laid_out_otherwise_is_an_error():
     for shape in ((2, 6, 32), (2, 3, 6, 8)):  # another number of dimensions, of heads
         with pytest.raises(ShapeError):
             arranged(torch.ones(shape), Reading(module="q", layout="b h t d"), 4)
-
-
-def test_a_projection_that_all_heads_share_is_one_slice():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q, self.k = nn.Linear(D, D), nn.Linear(D, D)
-
-    reading = {
-        side: Reading(module=side[0], layout="b t h d") for side in ("query", "key")
-    }
-    site = describe(Shared(), "", heads=H, **reading)
-    assert site.query[0].index.tolist() == [list(range(D))]
 
 
 BAD = {

@@ -196,35 +196,3 @@ def test_it_is_seen_and_its_rows_are_found_under_every_alias(name):
     assert term.key[0].parameter == "0.qkv.weight"
     assert torch.equal(term.key[0].index, H * D + torch.arange(G * D).view(G, D))
     assert len(seen(model, x)) == 1
-
-
-def code():
-    return (
-        flex_attention.__code__,
-        dict(vars(flex_attention)),
-        [n for n in vars(home) if n.startswith("_qkeel")],
-    )
-
-
-def test_the_function_is_as_it_was_after_exceptions_and_nested_watchers():
-    before, (q, k, v) = code(), parts("nested")
-    model = Flex(functools.partial(flex_attention, enable_gqa=True))
-    outer = []
-    inner = []
-    with torch.no_grad(), CaptureMode(model, outer.append):
-        assert code() != before
-        with CaptureMode(model, inner.append):
-            model(q, k, v)
-        model(q, k, v)
-        with (
-            pytest.raises(ValueError, match="same number of heads"),
-            CaptureMode(model, inner.append),
-        ):
-            flex_attention(q, k[:, :1], v)
-        with pytest.raises(TypeError, match="missing 1 required positional argument"):
-            flex_attention(q, k)
-    assert (len(outer), len(inner)) == (2, 1)
-    assert code() == before
-    assert (before[1], before[2]) == ({}, [])
-    model(q, k, v)
-    assert (len(outer), len(inner)) == (2, 1)

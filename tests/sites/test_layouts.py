@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.attention import to_heads
 from tests.sites.models import CASES, SCALE, D, H, Heads, causal
 from torch import nn
 from torch.testing import assert_close
@@ -124,7 +125,7 @@ class HeadsBeforeBatch(nn.Module):
 def test_a_first_batch_of_one_sample_does_not_mix_heads_with_samples():
     torch.manual_seed(0)
     model, x = HeadsBeforeBatch().double(), torch.randn(3, 6, 16, dtype=torch.float64)
-    q, k = (y(x).unflatten(-1, (4, 4)).transpose(1, 2) for y in (model.q, model.k))
+    q, k = (to_heads(y(x), 4, 4) for y in (model.q, model.k))
     with Tap(model) as tap:
         tap.sites = qkeel.find_sites(model, x[:1])
         model(x)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.attention import (
     Attention,
+    from_heads,
     fused,
     fused_causal,
     later,
@@ -41,7 +42,7 @@ class Looking(Attention):
         y = self.attend(q, k, v)
         if not self.first:
             self.look(q, k)
-        return y.transpose(1, 2).flatten(2)
+        return from_heads(y)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.attention import Attention
+from tests.attention import Attention, from_heads
 from tests.drawing import randn
 from tests.training import sgd
 from torch import Tensor, nn
@@ -156,7 +156,7 @@ def test_what_is_no_attention_is_not_missed():
             q, k, v = self.heads(x)
             linear = q.relu() @ (k.relu().mT @ v)
             gated = torch.sigmoid(q) * v
-            mixed = (linear + gated).transpose(1, 2).flatten(2)
+            mixed = from_heads(linear + gated)
             return mixed * self.q(mixed).softmax(-1)
 
     class Both(nn.Module):

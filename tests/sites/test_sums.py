@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from tests.attention import from_heads, to_heads
 from torch import nn
 from torch.testing import assert_close
 
@@ -66,12 +67,9 @@ def test_a_table_that_is_read_outside_the_module_is_a_term():
             self.q, self.k = nn.Linear(32, 32), nn.Linear(32, 32)
 
         def forward(self, x, distances):
-            q, k = (
-                p(x).unflatten(-1, (H, 8)).transpose(1, 2).flatten(0, 1)
-                for p in (self.q, self.k)
-            )
+            q, k = (to_heads(p(x), H, 8).flatten(0, 1) for p in (self.q, self.k))
             z = q @ k.mT + (q.transpose(0, 1) @ distances.mT).transpose(0, 1)
-            return (z.softmax(-1) @ k).unflatten(0, (-1, H)).transpose(1, 2).flatten(2)
+            return from_heads((z.softmax(-1) @ k).unflatten(0, (-1, H)))
 
     class Model(nn.Module):
         def __init__(self):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import from_heads, to_heads
 from tests.sites.models import CASES, SCALE, D, H, Heads, M, T
 from tests.training import sgd
 from torch import nn
@@ -28,7 +29,7 @@ class Scored(Heads):
 
     def forward(self, x):
         q, k, v = (y.transpose(1, 2) for y in self.operands(x))
-        return (self.scores(self, q, k).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return from_heads(self.scores(self, q, k).softmax(-1) @ v)
 
 
 def gated_outside_the_graph(model, q, k):
@@ -78,7 +79,7 @@ def test_a_mask_of_a_fused_function_may_be_a_product(in_graph):
             if not in_graph:
                 mask = q.detach().amax(-1, keepdim=True) * torch.arange(float(T))
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-            return y.transpose(1, 2).flatten(2)
+            return from_heads(y)
 
     torch.manual_seed(0)
     (site,) = find_sites(Masked(), x())
@@ -127,7 +128,7 @@ class DeltaHeads(nn.Module):
         self.q, self.k = Delta(), Delta()
 
     def forward(self, x):
-        q, k = (y(x).unflatten(-1, (H, D)).transpose(1, 2) for y in (self.q, self.k))
+        q, k = (to_heads(y(x), H, D) for y in (self.q, self.k))
         return F.scaled_dot_product_attention(q, k, k)
 
 

@@ -1,6 +1,7 @@
 """Attention over packed sequences, compiled and not, watched: python -m tests.spec.packed_compiled."""
 
 import torch
+from tests.attention import from_heads
 from tests.training import sgd
 from torch import nn
 from torch.testing import assert_close
@@ -23,7 +24,7 @@ class Packing(nn.Module):
     def forward(self, x, ends):
         """The heads side by side."""
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        return attention(q, k, v, spec=SPEC, cu_seqlens=ends).transpose(1, 2).flatten(2)
+        return from_heads(attention(q, k, v, spec=SPEC, cu_seqlens=ends))
 
 
 def numbers(plain, module, x):

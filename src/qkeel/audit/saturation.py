@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import final
 
 import torch
@@ -73,8 +74,11 @@ def least_gradient(scale: float) -> float:
     return LEAST_GRADIENT_OF_SCALE if scale >= UNUSUAL else LEAST_GRADIENT
 
 
-def saturation_line(site: AttentionSite | None, scale: float, spread: float) -> str:
-    """The line that brings the logits of a saturated layer back to where softmax has a gradient.
+def saturation_line(
+    site: AttentionSite | None, scale: float, spread: float
+) -> tuple[str, float]:
+    """The line that brings the logits of a saturated layer back to where softmax has a gradient, and its factor on them,
+    NaN for a norm.
 
     Args:
         site: the layer, if its weights are known.
@@ -87,10 +91,15 @@ def saturation_line(site: AttentionSite | None, scale: float, spread: float) -> 
     gains = [] if site is None else list(site.query_gains)
     if gains and all(gain.parameter and not gain.offset for gain in gains):
         ends = sorted({".".join(str(x.parameter).split(".")[-2:]) for x in gains})
-        return (
-            f"{remark}[p.data.mul_({factor:.3g}) for n, p in model.named_parameters() if n.endswith({tuple(ends)!r})]  # "
-            "the gain of q"
+        line = (
+            f"[p.data.mul_({factor:.3g}) for n, p in model.named_parameters() if n.endswith({tuple(ends)!r})]  # the gain "
+            "of q"
         )
-    if site is not None and not gains and not is_unusual:
-        return 'qkeel.apply(model, "qk_norm", batch=batch)  # a norm with a gain'
-    return f"{remark}multiply the scale, or the gain of q, by {factor:.3g}"
+    elif site is not None and not gains and not is_unusual:
+        return (
+            'qkeel.apply(model, "qk_norm", batch=batch)  # a norm with a gain',
+            math.nan,
+        )
+    else:
+        line = f"multiply the scale, or the gain of q, by {factor:.3g}"
+    return remark + line, factor

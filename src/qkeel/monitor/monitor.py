@@ -26,6 +26,7 @@ from qkeel.monitor.cadence import Cadence, MeasuredSteps
 from qkeel.monitor.call_statistics import CallStatistics, SettingSeen, wanted
 from qkeel.monitor.forecast import PlannedRates
 from qkeel.monitor.history import History
+from qkeel.monitor.kept_logits import KeptLogits
 from qkeel.monitor.logit_changes import LogitChanges
 from qkeel.monitor.measure import StepNumbers
 from qkeel.monitor.nan_origin import NOT_FOUND, NanOrigin
@@ -117,8 +118,9 @@ class Monitor(Handle):
             lambda: JOINED if any(map(joined, model.values())) else "",
         )
         group.records_alone = not optimizers
+        kept = KeptLogits()
         self._recorder = Recorder(
-            group, sinks, planned, self._settled_rules, self._described
+            group, sinks, planned, self._settled_rules, self._described, kept
         )
         self._models: dict[str, StepNumbers] = {}
         # The models that have made a pass since the last step, where each step is a pass of each.
@@ -161,6 +163,7 @@ class Monitor(Handle):
                 None if probe is None else LogitChanges(tap, probe),
                 self._optimizers,
                 functools.partial(self._role_known, name),
+                kept,
                 guard=self._guard,
                 extras=extras,
             )

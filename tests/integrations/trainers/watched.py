@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from tests.attention import values
 from tests.drawing import randint
 from tests.training import adamw
 from torch import nn
@@ -365,7 +366,7 @@ def main(case, folder, *options):
     if monitor is not None:
         history = monitor.history
         recorded = history.steps.tolist(), {**history.heads}, monitor.sites.share
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = values(model)
     (folder / "result.pickle").write_bytes(pickle.dumps((losses, weights, recorded)))
 
 

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from numpy.testing import assert_allclose
+from tests.attention import from_heads
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jvp, vmap
 from torch.testing import assert_close
@@ -255,7 +256,7 @@ def check(name, native, do, truth):
 def written_out(q, k, v, *, spec, params, seen):
     """In place of SpecModule.attend."""
     out = reference.attend_call(seen.call(spec, q, k, v, params)).out
-    return out.transpose(1, 2).flatten(2)
+    return from_heads(out)
 
 
 both_ways = pytest.mark.parametrize("native", ["1", "0"])
