@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.attention import Attention, Joint, from_heads, fused_causal, to_heads
+from tests.attention import Attention, from_heads, to_heads
 from tests.training import sgd, warned
 from torch import nn
 from torch.nn import functional as F
@@ -103,34 +103,6 @@ def test_a_reference_pass_between_two_trained_ones_does_not_clip():
         model(x).square().mean().backward()
         optimizer.step()
         assert torch.equal(model[0].q.weight, weight)
-
-
-class PartlyCheckpointed(Joint):
-    def __init__(self, is_checkpointed):
-        super().__init__(fused_causal)
-        self.is_checkpointed = is_checkpointed
-
-    def forward(self, x):
-        if self.is_checkpointed:
-            return checkpoint(super().forward, x, use_reentrant=False)
-        return super().forward(x)
-
-
-def test_an_active_clip_saves_nothing_for_backward_in_a_checkpoint():
-    """A checkpoint raises if what it computes again saves another number of tensors."""
-    losses = []
-    for is_checkpointed in (False, True):
-        torch.manual_seed(0)
-        model = PartlyCheckpointed(is_checkpointed)
-        optimizer = sgd(model)
-        qkeel.apply(model, "qk_clip:threshold=0.1", optimizer)
-        losses.append([])
-        for _ in range(6):
-            loss = model(torch.randn(2, 5, 8)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(loss.item())
-    assert losses[0] == losses[1]
 
 
 def test_an_idle_clip_makes_no_pass_over_q_and_k(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.attention import Attention, from_heads, scores, values
 from tests.drawing import randn
-from tests.training import sgd, warned
+from tests.training import sgd
 from torch import nn
 
 import qkeel
@@ -236,16 +236,3 @@ def test_a_pass_under_autocast_shows_the_rows_of_weights(remedy):
     loss.backward()
     optimizer.step()
     assert "next pass" not in repr(handle)
-
-
-def test_the_monitor_does_not_see_how_the_remedy_looks_for_weights():
-    """It took the repeated module for the model, and warned of heads that it had to guess."""
-    torch.manual_seed(0)
-    model = Decoder()
-    optimizer = adamw(model)
-    # An error would end the repetition, and another one would follow.
-    with warned() as said:
-        qkeel.watch(model, optimizer)
-        qkeel.apply(model, "qk_clip", optimizer)
-        train(model, optimizer, 0, 2)
-    assert not said

@@ -111,29 +111,6 @@ def test_a_capped_site_is_clipped_by_its_logit_before_the_cap():
     assert torch.allclose(maxima(model, x)[0], top.clamp(max=3))
 
 
-def test_micro_batches_between_steps_count_together_and_the_next_step_starts_anew():
-    model = loud(attention(torch.float64, 4), *[10.0] * 4)
-    a, b = inputs(1, 1, torch.float64), 5 * inputs(1, 2, torch.float64)
-    both = maxima(model, a, b)[0]
-    assert not torch.equal(both, maxima(model, a)[0])
-    optimizer = sgd(model, 0.0)
-    with qkeel.apply(model, "qk_clip:threshold=1", optimizer):
-        trained(model(b))
-        trained(model(a))
-        model(20 * b)  # no gradient comes, so it does not count
-        model.eval()
-        with torch.no_grad():
-            model(20 * b)
-        model.train()
-        optimizer.step()
-        assert torch.allclose(maxima(model, a, b)[0], both.clamp(max=1))
-        before = by_name(model)
-        trained(model(a))  # under the threshold by now
-        optimizer.step()
-        optimizer.step()  # nothing seen at all
-    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_gains_and_offsets_of_a_gau_are_scaled_by_the_root(bias):
     torch.manual_seed(0)

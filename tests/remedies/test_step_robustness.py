@@ -13,7 +13,7 @@ import qkeel
 from qkeel.errors import RefusedError
 
 from .foreign import encoder, example, hf, out
-from .models import assert_same, decoder, gradients, snapshot, step_by
+from .models import assert_same, decoder, snapshot
 from .models import tokens as ids
 
 STEP = ["lalr", "qk_lr", "qk_clip", "qk_weight_decay"]
@@ -93,39 +93,6 @@ def test_optimizers_that_would_bring_scaled_weights_back_are_refused(remedy, kin
     ):
         qkeel.apply(model, remedy, optimizer, batch=example("llama"))
     assert_same(before, snapshot(model, optimizer))
-
-
-def test_a_wrapper_that_is_no_optimizer_itself_is_looked_through():
-    """As accelerate's: an Optimizer by name, whose constructor never ran and whose hooks nobody calls."""
-
-    class Wrapper(torch.optim.Optimizer):
-        def __init__(self, optimizer):
-            self.optimizer = optimizer
-
-        @property
-        def param_groups(self):
-            return self.optimizer.param_groups
-
-        def step(self, closure=None):
-            self.optimizer.step()
-
-    results = []
-    for wrap in (False, True):
-        model = hf("llama", "sdpa").train()
-        inner = adamw(model)
-        optimizer = Wrapper(inner) if wrap else inner
-        with qkeel.apply(
-            model,
-            "lalr:tau=0.1+qk_clip:threshold=1+qk_weight_decay",
-            optimizer,
-            batch=example("llama"),
-        ):
-            for grads in gradients(model, 3):
-                out(model, example("llama"))
-                step_by(model, optimizer, grads)
-        results.append([p.detach().clone() for p in model.parameters()])
-        assert not inner._optimizer_step_post_hooks
-    assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
 @pytest.mark.parametrize(

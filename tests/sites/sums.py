@@ -145,7 +145,6 @@ def convolutions(m, p):
     return p["q1"] @ p["k1"].mT + q.unflatten(1, (H, D)).mT @ k.unflatten(1, (H, D))
 
 
-Terms = list[tuple[list[str], list[str]]]
 SUMS = {
     "two": (two, "q1 k1 q2 k2", [(["q1"], ["k1"]), (["q2"], ["k2"])]),
     "in place": (in_place, "q1 k1 k2", [(["q1"], ["k1"]), (["q1"], ["k2"])]),

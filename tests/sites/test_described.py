@@ -174,19 +174,6 @@ def test_an_output_that_is_laid_out_otherwise_is_an_error():
             arranged(torch.ones(shape), Reading(module="q", layout="b h t d"), 4)
 
 
-def test_a_projection_that_all_heads_share_is_one_slice():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q, self.k = nn.Linear(D, D), nn.Linear(D, D)
-
-    reading = {
-        side: Reading(module=side[0], layout="b t h d") for side in ("query", "key")
-    }
-    site = describe(Shared(), "", heads=H, **reading)
-    assert site.query[0].index.tolist() == [list(range(D))]
-
-
 BAD = {
     "module": (
         {"name": "layer.0"},

@@ -164,28 +164,6 @@ class Block(Attention):
         return self.attend(q, k, k, causal=True).flatten(-2)
 
 
-def test_the_rows_of_each_head_are_found():
-    def packed(q, k, v, causal):
-        ends = torch.tensor([0, 3, 8])
-        return stand_in.flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=causal)
-
-    flash = sys.modules["flash_attn"].flash_attn_func
-    for attend, x in (
-        (flash, torch.randn(B, 5, H * D)),
-        (packed, torch.randn(8, H * D)),
-    ):
-        (site,) = find_sites(nn.Sequential(Block(attend)), x)
-        assert (site.name, site.n_heads, site.n_kv_heads, site.head_dim) == (
-            "0",
-            H,
-            G,
-            D,
-        )
-        (term,) = site.terms
-        assert torch.equal(term.query[0].index, torch.arange(H * D).view(H, D))
-        assert torch.equal(term.key[0].index, torch.arange(G * D).view(G, D))
-
-
 def test_a_wrapper_that_falls_back_to_torch_is_one_attention(
     monkeypatch,
 ):

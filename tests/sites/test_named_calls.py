@@ -166,15 +166,6 @@ def test_a_model_that_changes_its_way_is_searched_again_at_once(tapped, attend):
         check(model, tap, silent={"1"} if i == 5 and not is_seen else None)
 
 
-def test_a_model_that_goes_to_and_fro_is_lost_in_one_pass_only(tapped):
-    model = stack(by_name)
-    tap = tapped(model)
-    for i in range(20):
-        model[0].attend = by_reference if i % 4 == 3 else by_name
-        model(batch(i))
-        check(model, tap, silent={"0"} if i == 3 else None)
-
-
 @pytest.mark.parametrize("factor", [1.0, 2.0])
 def test_somebody_elses_function_under_the_name_is_read_as_what_it_calls(
     tapped, monkeypatch, factor

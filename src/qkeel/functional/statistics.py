@@ -163,6 +163,14 @@ def merge(a: LogitStats, *others: LogitStats) -> LogitStats:
 
     Raises:
         InvalidValueError: the numbers of heads differ.
+
+    >>> import qkeel
+    >>> q, spec = torch.eye(4)[None, None], qkeel.AttentionSpec()
+    >>> _, a = qkeel.attention(q, q, q, spec=spec, stats=True)
+    >>> _, b = qkeel.attention(2 * q, q, q, spec=spec, stats=True)
+    >>> both = merge(a, b)
+    >>> [round(x.max_logit.item(), 4) for x in (a, b, both)], both.n_queries.item()
+    ([0.5, 1.0, 1.0], 8)
     """
     for b in others:
         if (

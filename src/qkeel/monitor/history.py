@@ -402,14 +402,16 @@ class Recording:
             raise ShapeError(
                 f"expected a record of a step after {self.last:g}, got step {values.get('step')}"
             )
+        columns = self._columns["heads"]
         for name, of_heads in heads.items():
-            shape = of_heads.shape
+            shape, column = of_heads.shape, columns.get(name)
+            if column is not None and column.shape[1:] == shape:
+                continue
             if len(shape) != 2 or (self.layers and shape[0] != len(self.layers)):
                 raise ShapeError(
                     f"expected {name!r} as [{len(self.layers) or 'layers'} heads], got shape {shape}"
                 )
-            column = self._columns["heads"].get(name)
-            if column is not None and column.shape[1:] != shape:
+            if column is not None:
                 raise ShapeError(
                     f"expected {name!r} of shape {column.shape[1:]} as before, got {shape}"
                 )
