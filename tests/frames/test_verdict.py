@@ -5,6 +5,7 @@ import pytest
 
 from qkeel.frames.run_verdict import judge_run
 from qkeel.metrics import Status
+from qkeel.records import OVER
 from qkeel.records.file_formats import Heads
 from qkeel.records.recorded_fields import NON_FINITE
 
@@ -29,6 +30,24 @@ def test_only_an_autopilot_that_has_mended_every_head_is_judged_by_the_last_reco
     run = heads([2000.0, 1.0], last)
     assert judge_run(run, MENDED).largest == largest
     assert judge_run(run, []).largest == 2000.0
+
+
+@pytest.mark.parametrize(
+    ("last", "over", "status"),
+    [
+        (50.0, ["forecast 1000"], Status.HEALTHY),
+        (50.0, [], Status.NOT_HEALTHY),
+        (50.0, ["growth"], Status.NOT_HEALTHY),
+        (200.0, ["forecast 1000"], Status.NOT_HEALTHY),
+    ],
+)
+def test_a_forecast_that_was_taken_back_does_not_count_where_logits_are_small_again(
+    last, over, status
+):
+    alarm = {"event": "alarm", "severity": "alarm", "rule": "forecast 1000", "step": 1}
+    ends = [{"event": OVER, "rule": rule, "step": 2} for rule in over]
+    run = heads([80.0, 1.0], [150.0, 1.0], [last, 1.0])
+    assert judge_run(run, [alarm, *ends]).status is status
 
 
 def test_a_run_without_a_number_is_not_known():

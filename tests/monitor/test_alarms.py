@@ -172,6 +172,19 @@ def test_a_history_with_its_own_rates_is_replayed_with_them():
     ]
 
 
+def test_a_forecast_that_does_not_come_true_is_over():
+    logits = power(1.0, 700.0)
+    logits[14:] = 20.0
+    whole = history(logits)
+    log, over = AlarmLog([Approach(threshold=1000.0)]), []
+    for n in range(1, len(STEPS) + 1):
+        head = whole.upto(n)
+        log.update(head)
+        over += log.over(head)
+    assert over == log.alarms
+    assert over
+
+
 def test_a_notice_that_holds_no_longer_is_over_once_and_an_alarm_stays():
     logits = np.full(len(STEPS), 5.0)
     logits[3:6] = logits[9:11] = 1500.0

@@ -9,7 +9,7 @@ import numpy as np
 
 from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, Health, Row, judged
 from qkeel.metrics.run_scalars import judged_as, judged_logits
-from qkeel.records import NON_FINITE, Heads, fold_heads
+from qkeel.records import NON_FINITE, OVER, Heads, fold_heads
 
 
 def raised_alarms(events: Sequence[Row]) -> list[Row]:
@@ -28,8 +28,8 @@ def judge_run(
 
     A run whose records have no "logit_spread", as those of version 0.1, is judged by its largest logit.
 
-    Alarms that are no notices decide, unless an autopilot has acted and the last logits are below the alarm threshold;
-    then the last record counts alone.
+    Alarms that are no notices decide. If the last logits are below the alarm threshold, a forecast that was taken back
+    does not count, and if an autopilot has acted, the last record counts alone.
 
     Args:
         heads: the records of each head, with "max_logit" [records layers heads] in nats.
@@ -54,7 +54,14 @@ def judge_run(
     has_acted = any(
         event.get("event") == "decision" and event.get("remedy") for event in events
     )
-    is_mended = has_acted and float(logits[-1].max()) <= ALARM_THRESHOLD
+    is_calm = float(logits[-1].max()) <= ALARM_THRESHOLD
+    is_mended = has_acted and is_calm
+    over = {event.get("rule") for event in events if event.get("event") == OVER}
+    alarms = [
+        alarm
+        for alarm in raised_alarms(events)
+        if not (is_calm and alarm.get("rule") in over)
+    ]
     # What an autopilot has mended says nothing of the run as it is now.
     first = len(logits) - 1 if is_mended else 0
     record, layer, head = np.unravel_index(
@@ -89,7 +96,7 @@ def judge_run(
         lowest=names[lowest],
         broken=broken,
         threshold=threshold,
-        alarms=[] if is_mended else raised_alarms(events),
+        alarms=[] if is_mended else alarms,
     )
     tops, last = logits.max((0, 2)).tolist(), logits[-1].max(1).tolist()
     rows = []

@@ -401,7 +401,7 @@ class AlarmLog:
         # Each step asks for the names, which are put together from words and thresholds.
         self._named = [(rule.name, rule) for rule in self.rules]
         self.alarms: list[Alarm] = []
-        # Rules whose notice no longer holds.
+        # Rules whose notice or forecast no longer holds.
         self._over: set[str] = set()
 
     def update(
@@ -423,13 +423,15 @@ class AlarmLog:
         return alarms
 
     def over(self, history: History) -> list[Alarm]:
-        """Returns the notices that hold no longer with the last record, each once: a page that is read afterwards must
-        not say of a few early steps what was true of them alone."""
+        """Returns the notices and forecasts that hold no longer with the last record, each once: a page that is read
+        afterwards must not say of a few early steps what was true of them alone."""
         rules, over = dict(self._named), []
         for alarm in self.alarms:
             rule = rules.get(alarm.rule)
-            is_open = alarm.severity is Severity.NOTICE and alarm.rule not in self._over
-            if rule is not None and is_open and rule.check(history) is None:
+            if rule is None or alarm.rule in self._over:
+                continue
+            may_end = alarm.severity is Severity.NOTICE or rule.forecasts
+            if may_end and rule.check(history) is None:
                 self._over.add(alarm.rule)
                 over.append(alarm)
         return over

@@ -188,12 +188,12 @@ class Recorder:
                 self._tell_alarm(alarm)
             if self.log.rules:
                 self._kept.choose(history)
-            for notice in self.log.over(history):
+            for alarm in self.log.over(history):
                 text = (
-                    f"the notice of step {notice.step:,} holds no longer at step {step:,}: "
-                    f"{notice.cause}"
+                    f"the {alarm.severity} of step {alarm.step:,} holds no longer at step {step:,}: "
+                    f"{alarm.cause}"
                 )
-                event = {"step": step, "event": OVER, "rule": notice.rule}
+                event = {"step": step, "event": OVER, "rule": alarm.rule}
                 self.event({**event, "text": text})
 
     def _add_table(self, step: int, table: StepTable) -> None:

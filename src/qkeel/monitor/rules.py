@@ -10,7 +10,7 @@ import numbers
 import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 
@@ -130,6 +130,7 @@ class Rule(abc.ABC):
     cause: str = (
         GROWTH  #: what goes wrong; alarms with the same cause are reported together
     )
+    forecasts: ClassVar[bool] = False  #: whether its alarms say what will happen
 
     @property
     def name(self) -> str:
@@ -485,6 +486,7 @@ class Growth(Rule):
     3.0
     """
 
+    forecasts: ClassVar[bool] = True
     floor: float = thresholds.GROWTH_FLOOR
     factor: float = thresholds.GROWTH_FACTOR
     horizon: float = thresholds.HORIZON
@@ -524,6 +526,7 @@ class Approach(ThresholdRule):
     4.0
     """
 
+    forecasts: ClassVar[bool] = True
     floor: float = thresholds.APPROACH_FLOOR
     horizon: float = thresholds.HORIZON
 

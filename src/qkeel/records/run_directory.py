@@ -30,7 +30,7 @@ TYPES_EVENT = (
     "layer types"  # the name of events that correct the types in the run's description
 )
 
-OVER = "notice over"  # the name of events that end a notice; "rule" is its rule
+OVER = "notice over"  # the name of events that end a notice or a forecast; "rule" is its rule
 
 
 def layer_types(
