@@ -7,6 +7,16 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 
+def to_heads(x, heads, size):
+    """[b h t d] of [b t (h d)]."""
+    return x.unflatten(-1, (heads, size)).transpose(1, 2)
+
+
+def from_heads(y):
+    """[b t (h d)] of [b h t d]."""
+    return y.transpose(1, 2).flatten(2)
+
+
 def fused(q, k, v):
     return scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
@@ -48,12 +58,10 @@ class Attention(nn.Module):
         return self.q(x), self.k(x), self.v(x)
 
     def heads(self, x):
-        return [
-            y.unflatten(-1, (-1, self.d)).transpose(1, 2) for y in self.projected(x)
-        ]
+        return [to_heads(y, -1, self.d) for y in self.projected(x)]
 
     def forward(self, x):
-        return self.attend(*self.heads(x)).transpose(1, 2).flatten(2)
+        return from_heads(self.attend(*self.heads(x)))
 
     def largest(self, x, attended=None):
         """The largest logit of each head in float64, of the pairs that are attended to."""

@@ -54,7 +54,7 @@ from qkeel.monitor.rules import (
     largest_logit,
     measured,
     outgrowing,
-    shifts,
+    signs,
 )
 from qkeel.monitor.sample import Sample
 from qkeel.monitor.token_classes import MaskSource
@@ -313,10 +313,7 @@ class _Step:
         assert logits is not None
         self.logits = logits[-1]
         spreads = measured(self.history, "logit_spread")[-1]
-        self.shifts = shifts(self.history)
-        # A clip to the threshold would leave these heads less than a nat between their keys.
-        largest = measured(self.history, "max_logit")[-1]
-        self.flattened = self.logits * ladder.threshold < largest
+        self.signs = signs(self.history, ladder.threshold)
         self.word = WORDS["max_logit" if np.isnan(spreads).all() else "logit_spread"]
         self.active = active_actions(records.decisions, records.refused)
         numbered = enumerate(records.sites)
@@ -404,21 +401,20 @@ class _Step:
             if not heads:
                 continue
             refusals = []
-            signs = {head: self.shifts[i, head] for head in sorted(heads)}
-            # A clip flattens a head that a large constant lifts, and passes over those that one lowers.
-            lifted = [head for head in signs if self.flattened[i, head]]
-            is_lowered = set(signs.values()) == {-1}
+            of_heads = {head: self.signs[i, head] for head in sorted(heads)}
+            lifted = [head for head, sign in of_heads.items() if sign > 0]
+            is_lowered = set(of_heads.values()) == {-1}
             is_shifted = not clipped and (bool(lifted) or is_lowered)
             for action in (Action.CLIP, Action.RATES):
                 refusal = self.records.refuses(action, site.name)
                 if action is Action.CLIP and is_shifted:
-                    head = (*lifted, *signs)[0]
+                    head = (*lifted, *of_heads)[0]
                     refusal = f"a constant decides on the largest logit of head {head}"
                 if refusal:
                     refusals.append(f"{action}: {refusal}")
                     continue
-                # lalr is for a whole site. It only takes the place of a clip: the rates that it sets rise as the clip
-                # shrinks the weights, which undoes matched steps.
+                # lalr acts on a whole site, so it gets no list of heads. It is tried only where a clip is refused: beside a
+                # clip, its rates would rise as the clip shrinks the weights, and undo the matched steps.
                 chosen = tuple(sorted(heads)) if action is Action.CLIP else ()
                 decisions.append(self.decision(action, site.name, rule, reason, chosen))
                 break

@@ -50,6 +50,11 @@ def attend(
         mask: True where a key is visible, or an additive bias.
         pos_q: positions of queries; by default, the last t of the s positions.
         pos_k: positions of keys; by default, 0 to s - 1.
+
+    >>> import torch
+    >>> q = torch.ones(1, 1, 2, 4, dtype=torch.float64)
+    >>> attend(AttentionSpec(), q, q, q).weights.tolist()
+    [[[[1.0, 0.0], [0.5, 0.5]]]]
     """
     call = make_call(
         spec, q, k, v, params=params, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k

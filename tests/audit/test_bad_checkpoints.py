@@ -95,8 +95,6 @@ def test_unknown_names_are_listed_with_the_known_ones(tmp_path):
     save_file({"lamp.weight": torch.ones(2, 2)}, tmp_path / "x.safetensors")
     with pytest.raises(UnknownNameError, match=r"q_proj/k_proj.*lamp\.weight"):
         scan(tmp_path / "x.safetensors")
-    found = scan(tmp_path / "x.safetensors", heads=False)
-    assert [(t.name, t.frobenius) for t in found.tensors] == [("lamp.weight", 2.0)]
 
 
 def test_head_counts_below_one_are_refused(tmp_path):

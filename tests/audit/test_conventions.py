@@ -207,7 +207,7 @@ def logits(model, tokens):
         return out.to(query.dtype).transpose(1, 2).contiguous(), None
 
     transformers.AttentionInterface.register("qkeel_test_logits", attention)
-    model.set_attn_implementation("qkeel_test_logits")  # type: ignore[operator]
+    model.set_attn_implementation("qkeel_test_logits")
     with torch.no_grad():
         model(tokens)
     return seen
@@ -223,7 +223,7 @@ def built(kind, options):
 
 def saved(model, folder):
     with contextlib.redirect_stderr(io.StringIO()):
-        model.save_pretrained(folder)  # type: ignore[operator]
+        model.save_pretrained(folder)
     return scan(folder)
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from tests.attention import Attention
+from tests.attention import Attention, from_heads
+from tests.drawing import randint, randn
 from torch import nn
 
 import qkeel
@@ -148,10 +149,10 @@ ARCHITECTURES = {
         [(("L2", "head", None, "none", False, ""), None, 10.0, None, 4)],
     ),
 }
-IDS = torch.randint(4, 32, (2, 12), generator=torch.Generator().manual_seed(0))
+IDS = randint(4, 32, (2, 12), seed=0)
 BATCHES = {
     "T5": {"input_ids": IDS, "decoder_input_ids": IDS},
-    "Swinv2": torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
+    "Swinv2": randn(1, 3, 32, 32, seed=0),
 }
 
 
@@ -228,7 +229,7 @@ class ByHand(Attention):
         k = self.step(k.transpose(1, 2), self.k_norm).transpose(1, 2)
         is_causal = self.mask is None
         y = F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=is_causal)
-        return y.transpose(1, 2).flatten(2)
+        return from_heads(y)
 
 
 def hand_written(step, heads=4, mask=None):
@@ -252,7 +253,7 @@ def norm_then_rope(x, norm):
     [
         (
             lambda x, norm: 1.2 * F.rms_norm(rope(x), (8,), eps=1e-5),  # nanochat
-            ("RMS", "head", 1e-5, "scalar 1.2", EITHER),
+            ("RMS", "head", None, "scalar 1.2", EITHER),
         ),
         (norm_then_rope, ("RMS", "head", 1e-6, "per dim", "before RoPE")),
         (
@@ -282,6 +283,15 @@ def test_a_hand_written_recipe_is_found_or_unknown(step, norm):
     assert (site.rotation is not None) == ("RoPE" in norm[-1])
     expected = 3.0 if norm[0] == "none" else 1.0
     assert site.query.factor == pytest.approx(expected)
+
+
+def test_a_norm_without_a_stated_eps_is_found_beside_tokens_that_are_zero():
+    x = torch.randn(2, 12, 32)
+    x[:, 5] = 0
+    (site,) = qkeel.explain(
+        hand_written(lambda x, norm: F.rms_norm(rope(x), (8,))), x
+    ).sites
+    assert (site.query.kind, site.query.eps) == ("RMS", None)
 
 
 @pytest.mark.parametrize("shape", ["per dim", "per head"])

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from tests.attention import Joint, later, scores
 from torch import nn
+from torch.testing import assert_close
 
 from qkeel import AttentionSpec, attention_maps, preset
 from qkeel.audit import maps
@@ -18,7 +19,7 @@ from qkeel.errors import (
 )
 from qkeel.nn import Attention
 from qkeel.reference import attend
-from qkeel.sites import weights as site_weights
+from qkeel.sites import softmax_weights
 from qkeel.spec import ALiBi, Rope, Sigmoid, Sink, SlidingWindow
 
 ARCHITECTURES = [
@@ -101,9 +102,7 @@ def test_maps_of_a_fused_kernel_are_the_weights_of_eager_attention(name):
     weights = attention_maps(model, batch)
     assert len(weights) == len(expected)
     for layer, reference_weights in zip(weights, expected, strict=True):
-        torch.testing.assert_close(
-            weights[layer], reference_weights.float(), rtol=1e-4, atol=1e-6
-        )
+        assert_close(weights[layer], reference_weights.float(), rtol=1e-4, atol=1e-6)
 
 
 def test_maps_of_multihead_attention_are_the_weights_that_it_returns():
@@ -119,7 +118,7 @@ def test_maps_of_multihead_attention_are_the_weights_that_it_returns():
     }
     expected = module(x, x, x, key_padding_mask=hidden, average_attn_weights=False)[1]
     (weights,) = attention_maps(module, batch).values()
-    torch.testing.assert_close(weights, expected.detach(), rtol=1e-5, atol=1e-6)
+    assert_close(weights, expected.detach(), rtol=1e-5, atol=1e-6)
 
 
 X24 = torch.randn(2, 4, 16)
@@ -146,7 +145,7 @@ def test_maps_of_a_spec_are_those_of_the_definition(name):
     expected = attend(
         call.spec, call.q, call.k, call.v, params=call.params, causal=call.causal
     ).weights
-    torch.testing.assert_close(weights, expected.detach(), rtol=1e-5, atol=1e-6)
+    assert_close(weights, expected.detach(), rtol=1e-5, atol=1e-6)
 
 
 class ByHand(Joint):
@@ -180,7 +179,7 @@ def test_maps_of_attention_written_by_hand_are_its_weights(one_by_one):
     model, x = ByHand(one_by_one=one_by_one), torch.randn(2, 5, 8)
     (weights,) = attention_maps(model, x).values()
     model(x)
-    torch.testing.assert_close(weights, model.weights.detach())
+    assert_close(weights, model.weights.detach())
 
 
 def test_chosen_heads_and_rows_are_those_of_the_whole():
@@ -198,8 +197,8 @@ def test_weights_are_computed_in_blocks_of_rows(
 ):
     model, x = Attention(16, 4), torch.randn(1, 9, 16)
     whole = attention_maps(model, x)[""]
-    monkeypatch.setattr(site_weights, "BLOCK", 2 * 4 * 9)  # two rows
-    torch.testing.assert_close(attention_maps(model, x)[""], whole)
+    monkeypatch.setattr(softmax_weights, "BLOCK", 2 * 4 * 9)  # two rows
+    assert_close(attention_maps(model, x)[""], whole)
 
 
 class Noisy(Joint):
@@ -215,7 +214,7 @@ def test_maps_are_those_of_the_next_pass_where_it_draws_random_numbers():
     model, x = Noisy(None, bias=False), torch.randn(2, 5, 8)
     maps = attention_maps(model, x)[""]
     model(x)
-    torch.testing.assert_close(maps, model.weights.detach())
+    assert_close(maps, model.weights.detach())
     assert not torch.allclose(attention_maps(model, x)[""], maps)
 
 
@@ -235,7 +234,7 @@ def test_what_cannot_be_had_is_refused_with_the_way(
         with pytest.raises(error):
             attention_maps(model, x, **wanted)
     with pytest.raises(InvalidTypeError):
-        attention_maps(x, x)  # type: ignore[arg-type]
+        attention_maps(x, x)
     with pytest.raises(NoAttentionError):
         attention_maps(nn.Linear(16, 16), x)
     with pytest.raises(UnknownNameError):

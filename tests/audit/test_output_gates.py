@@ -1,8 +1,6 @@
 """Gates on the output of attention: their means by head against float64, none where there is none, and what `check`
 and the first measured step say where most are shut."""
 
-from __future__ import annotations
-
 import random
 import re
 import warnings
@@ -10,6 +8,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from tests.attention import to_heads
+from tests.training import sgd, warned
 from torch import nn
 
 import qkeel
@@ -28,13 +28,10 @@ class Gated(nn.Module):
             # Some heads are shut.
             bias = self.gate.bias.view(self.heads, -1)
             bias[draw.randrange(self.heads)] = -8.0
-        self.means: list[float] = []
+        self.means = []
 
     def forward(self, x):
-        q, k, v = (
-            y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for y in self.qkv(x).chunk(3, -1)
-        )
+        q, k, v = (to_heads(y, self.heads, -1) for y in self.qkv(x).chunk(3, -1))
         if self.by_hand:
             o = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
         else:
@@ -71,7 +68,6 @@ def test_means_of_gates_are_those_of_float64(shape, seed):
             assert not site.gate
             continue
         numbers = re.search(r"in the mean (.*) by head", site.gate)
-        assert numbers is not None
         means = [float(x) for x in numbers[1].split(", ")]
         assert means == pytest.approx(layer.means, rel=5e-3)
         n = sum(mean < 0.05 for mean in layer.means)
@@ -82,7 +78,7 @@ def test_means_of_gates_are_those_of_float64(shape, seed):
 def test_gates_are_recorded_step_by_step(shape):
     torch.manual_seed(1)
     model = nn.Sequential(*(Gated(random.Random(1), shape) for _ in range(2)))
-    optimizer = torch.optim.SGD(model.parameters(), 30.0)
+    optimizer = sgd(model, 30.0)
     records = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", QkeelWarning)
@@ -116,17 +112,14 @@ def test_gates_that_are_shut_are_told_by_check_and_at_the_first_measured_step(
         model[1].gate.bias.view(4, -1)[:n_shut] = -8.0
     x = torch.randn(2, 6, 32)
     expected = model(x).detach()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", QkeelWarning)
-        with qkeel.watch(model, optimizer):
-            for _ in range(2):
-                output = model(x)
-                if _ == 0:
-                    assert torch.equal(output, expected)
-                output.square().mean().backward()
-                optimizer.step()
-    said = [str(warning.message) for warning in caught]
+    optimizer = sgd(model)
+    with warned(QkeelWarning) as said, qkeel.watch(model, optimizer):
+        for _ in range(2):
+            output = model(x)
+            if _ == 0:
+                assert torch.equal(output, expected)
+            output.square().mean().backward()
+            optimizer.step()
     sentence = f"the output gates of 1 are shut: {n_shut} of 4 heads"
     is_told = n_shut > 2
     assert sum(sentence in text for text in said) == is_told

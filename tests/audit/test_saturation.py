@@ -1,14 +1,13 @@
 """`check` names a layer whose softmax passes back next to no gradient, and no heads that healthy models have."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.attention import Joint, later
-from torch import Tensor, nn
+from tests.attention import Joint, from_heads, later
+from tests.drawing import randn
+from torch import nn
 
 import qkeel
 from qkeel.metrics import Status
@@ -26,7 +25,7 @@ class Scaled(Joint):
         self.scale, self.fused = scale, fused
         self.q_norm = nn.RMSNorm(head_dim) if norm else nn.Identity()
         self.k_norm = nn.RMSNorm(head_dim) if norm else nn.Identity()
-        self.bias: Tensor | float = 0.0
+        self.bias = 0.0
 
     def forward(self, x):
         q, k, v = self.heads(x)
@@ -37,7 +36,7 @@ class Scaled(Joint):
             y = F.scaled_dot_product_attention(q, k, v, bias, scale=self.scale)
         else:
             y = (q @ k.mT * self.scale + self.bias + mask).softmax(-1) @ v
-        return self.o(y.transpose(1, 2).flatten(2))
+        return self.o(from_heads(y))
 
 
 def model(scale, *, fused, head_dim=256, norm=True):
@@ -48,7 +47,7 @@ def model(scale, *, fused, head_dim=256, norm=True):
 
 
 def seeded(seed, length):
-    return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return randn(2, length, WIDTH, seed=seed)
 
 
 @pytest.mark.parametrize(("seed", "fused"), [(0, True), (1, False)])

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.attention import Joint, scores
+from tests.attention import Joint, from_heads, scores
 from tests.quick import one_in
 from torch import nn
 
@@ -55,7 +55,7 @@ class SelfAttention(Joint):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         else:
             y = scores(q, k).masked_fill(~mask, -torch.inf).softmax(-1) @ v
-        return self.out(y.transpose(1, 2).flatten(2))
+        return self.out(from_heads(y))
 
 
 class Convolution(nn.Module):
@@ -234,7 +234,7 @@ class Masked(Joint):
         other = attention_mask if position_ids is None else position_ids
         q, k, v = self.heads(self.embed(tokens))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(other))
-        return y.transpose(1, 2).flatten(2)
+        return from_heads(y)
 
 
 def packed(*, isolated, later=False):

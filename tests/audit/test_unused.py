@@ -1,11 +1,11 @@
 """Vectors of an attention module that the path that runs leaves out: named by explain and by watch, and no others."""
 
 import random
-import warnings
 
 import pytest
 import torch
-from tests.attention import Joint, fused, scores
+from tests.attention import Joint, from_heads, fused, scores
+from tests.training import sgd, step, warned
 from torch import nn
 
 import qkeel
@@ -39,7 +39,7 @@ class Block(Joint):
         else:
             o = fused(q, k, v)
         o = o * self.frozen[:, None, None]
-        return x + self.out(o.transpose(1, 2).flatten(2))
+        return x + self.out(from_heads(o))
 
 
 NAMES = {"sinks": "sinks", "scale": "scale", "gain": "gain.q.weight"}
@@ -63,17 +63,14 @@ def test_what_the_path_leaves_out_is_named(seed):
         inner = name.partition(".")[2].removesuffix(".weight")
         assert any(inner in sentence for sentence in idle)
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     with (
-        warnings.catch_warnings(record=True) as caught,
+        warned() as caught,
         qkeel.watch(model, optimizer, rules=()),
     ):
-        warnings.simplefilter("always")
         for _ in range(3):
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    said = [str(w.message) for w in caught if "got no gradient" in str(w.message)]
+            step(model, optimizer, x)
+    said = [text for text in caught if "got no gradient" in text]
     assert len(said) == bool(left_out)
     for sentence in said:
         assert {*sentence.split(" got ")[0].split(", ")} == left_out

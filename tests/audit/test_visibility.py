@@ -7,7 +7,9 @@ import dataclasses
 import pytest
 import torch
 from tests.attention import Attention, Joint, scores
+from tests.drawing import randint, randn
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.audit.visibility import (
@@ -17,7 +19,7 @@ from qkeel.audit.visibility import (
     seen_keys,
 )
 from qkeel.metrics import Status
-from qkeel.sites.weights import blocks_of_weights, captured_calls
+from qkeel.sites.softmax_weights import blocks_of_weights, captured_calls
 
 from .test_sees import (
     POSITIONS,
@@ -38,9 +40,7 @@ def answer(model, batch):
 
 
 def tokens(length=9):
-    return torch.randint(
-        VOCABULARY, (2, length), generator=torch.Generator().manual_seed(0)
-    )
+    return randint(VOCABULARY, (2, length), seed=0)
 
 
 def backwards(t):
@@ -226,9 +226,7 @@ class WithMask(Attention):
         return (scores(q, k) + self.mask).softmax(-1) @ v
 
 
-X = torch.randn(
-    2, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-)
+X = randn(2, 8, 16, dtype=torch.float64, seed=1)
 
 
 @pytest.mark.parametrize("fill", [-100.0, -1e4])
@@ -240,7 +238,7 @@ def test_a_number_in_a_fused_mask_that_logits_overtake_is_told_and_mapped(fill):
     with torch.no_grad():
         model.q.weight *= 3 * abs(fill)
     assert "hidden pairs have weight" in str(qkeel.check(model, X))
-    torch.testing.assert_close(qkeel.attention_maps(model, X)[""], model.weights(X))
+    assert_close(qkeel.attention_maps(model, X)[""], model.weights(X))
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
@@ -249,7 +247,7 @@ def test_numbers_without_a_key_above_them_are_no_broken_logits(is_fused):
     of_head = torch.tensor([0.0, -500.0], dtype=torch.float64)[:, None, None]
     model = WithMask(of_head, is_fused=is_fused)
     assert qkeel.check(model, X).status == "healthy"
-    torch.testing.assert_close(qkeel.attention_maps(model, X)[""], model.weights(X))
+    assert_close(qkeel.attention_maps(model, X)[""], model.weights(X))
     # One number for all pairs changes no weight; this one leaves nothing of q·k.
     for number, status in ((-1e4, "healthy"), (-1e30, "not known")):
         model.mask = torch.full((1, 1, 1, 8), number, dtype=torch.float64)

@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import torch
+from tests.attention import from_heads, to_heads
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -44,14 +45,14 @@ class Foreign(nn.Module):
         projections = [p(x) for p in (self.q, self.k, self.v) if p is not None]
         if self.kind == "fused":
             projections = projections[0].chunk(3, -1)
-        q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in projections)
+        q, k, v = (to_heads(y, -1, 8) for y in projections)
         if self.kind == "normed":
             q, k = self.norms[0](q), self.norms[1](k)
         is_grouped = self.kind == "grouped"
         attended = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=is_grouped
         )
-        attended = self.drop(attended.transpose(1, 2).flatten(2))
+        attended = self.drop(from_heads(attended))
         return self.out(x + attended) @ self.embed.weight.mT
 
 

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.drawing import randint
+from tests.training import adamw
 
 from qkeel.errors import QkeelWarning, UnknownNameError
 
@@ -15,10 +17,7 @@ from qkeel.integrations.huggingface import QkeelCallback  # noqa: E402
 pytestmark = pytest.mark.filterwarnings(
     f"ignore::{QkeelWarning.__module__}.{QkeelWarning.__name__}"
 )
-DATA = [
-    torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(i))
-    for i in range(40)
-]
+DATA = [randint(0, 64, (8,), seed=i) for i in range(40)]
 
 
 def collated(examples):
@@ -73,7 +72,7 @@ def test_a_training_resumed_from_a_checkpoint_goes_on_with_what_was_in_force(
     with pytest.raises(UnknownNameError):
         QkeelCallback(autopilot="lader")
     model = tiny()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+    optimizer = adamw(model, 0.3)
     callback, event = begun(tmp_path, 0, model, optimizer)
     trained(model, optimizer, 0, 12)
     event[1].global_step = 12
@@ -85,7 +84,7 @@ def test_a_training_resumed_from_a_checkpoint_goes_on_with_what_was_in_force(
     callback.on_train_end(*event)
     assert not optimizer._optimizer_step_post_hooks
     model = tiny()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+    optimizer = adamw(model, 0.3)
     model.load_state_dict(kept[0])
     optimizer.load_state_dict(kept[1])
     resumed, _ = begun(tmp_path, 12, model, optimizer)

@@ -69,7 +69,7 @@ def grown(n, power=1.5):
 
 def clip(step, *heads):
     about = {"rule": "", "reason": "", "remedy": "qk_clip"}
-    return Decision(step=step, action=CLIP, site="a", heads=heads, **about)  # type: ignore[arg-type]
+    return Decision(step=step, action=CLIP, site="a", heads=heads, **about)
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,8 @@ def test_a_compiled_training_is_itself_until_the_first_action():
             pilot = qkeel.autopilot(
                 call, optimizer, policy=EAGER, every=2, planned=planned
             )
-        losses.append(Run(model, optimizer).train(call=call).losses)  # type: ignore[arg-type]
-    assert pilot is not None
+        losses.append(Run(model, optimizer).train(call=call).losses)
     first = next(d.step for d in pilot.decisions if d.action is not Action.WATCH)
     assert losses[0][: first + 3] == losses[1][: first + 3]
     assert losses[0] != losses[1]
-    assert pilot.monitor.history.top("max_logit")[-1] < 60  # type: ignore[index]
+    assert pilot.monitor.history.top("max_logit")[-1] < 60

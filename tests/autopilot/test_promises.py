@@ -2,7 +2,6 @@
 
 import copy
 import io
-import warnings
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from tests.autopilot.runs import (
     plain,
     run,
 )
+from tests.training import sgd, warned
 from torch.nn import functional as F
 from torch.optim import optimizer as optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -135,12 +135,11 @@ class Faulty(Ladder):
 
 def test_a_fault_in_the_policy_changes_nothing_further_and_says_so_once():
     within = run(policy=Faulty())
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warned() as said:
         for tokens in batches(0, 20):
             within._gradients(tokens, None)
             within.optimizer.step()
-    assert len([w for w in said if "changes nothing further" in str(w.message)]) == 1
+    assert len([text for text in said if "changes nothing further" in text]) == 1
     assert [d.action for d in within.pilot.decisions] == [Action.RATES]
     assert len(within.pilot.remedies.handles) == 1
     within.pilot.remove()
@@ -194,6 +193,6 @@ def test_an_optimizer_that_is_added_before_the_first_record_is_acted_on():
     # An empty state, so that checkpoints have the same entries whichever optimizer holds queries and keys.
     assert not any(first.param_groups[0]["qkeel"].values())
     with pytest.raises(InvalidValueError):
-        pilot.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        pilot.add_optimizer(sgd(model))
     pilot.remove()
     assert not any(o._optimizer_step_post_hooks for o in (first, second))

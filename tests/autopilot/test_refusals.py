@@ -22,7 +22,7 @@ AT_ONCE = "ladder:threshold=20,patience=2"
 def latent():
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "d_model": 32, "n_heads": 4, "n_layers": 1}
-    return Decoder(DecoderConfig(**sizes, attention="mla"))  # type: ignore[arg-type]
+    return Decoder(DecoderConfig(**sizes, attention="mla"))
 
 
 def hot(model):

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from tests.attention import from_heads, to_heads
 from torch import nn
+from torch.testing import assert_close
 
 import qkeel
 
@@ -16,7 +18,7 @@ class Sinks(nn.Module):
         self.sink, self.first = nn.Parameter(torch.randn(2, 1, 1)), first
 
     def logits(self, x):
-        q, k = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k))
+        q, k = (to_heads(f(x), 2, 4) for f in (self.q, self.k))
         return q @ k.mT / 2
 
     def forward(self, x):
@@ -24,8 +26,8 @@ class Sinks(nn.Module):
         columns = [z, self.sink.expand(len(x), 2, x.shape[1], 1)]
         weights = torch.cat(columns[::-1] if self.first else columns, -1).softmax(-1)
         weights = weights[..., 1:] if self.first else weights[..., :-1]
-        v = self.v(x).unflatten(-1, (2, 4)).transpose(1, 2)
-        return (weights @ v).transpose(1, 2).flatten(2)
+        v = to_heads(self.v(x), 2, 4)
+        return from_heads(weights @ v)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -37,6 +39,6 @@ def test_the_logits_are_those_of_the_keys(first):
             model(x).sum().backward()
             (stats,) = monitor.read().values()
             z = model.logits(x).detach()
-            torch.testing.assert_close(stats.max_logit, z.amax((0, 2, 3)))
-            torch.testing.assert_close(stats.min_logit, z.amin((0, 2, 3)))
+            assert_close(stats.max_logit, z.amax((0, 2, 3)))
+            assert_close(stats.min_logit, z.amin((0, 2, 3)))
             assert stats.n_queries.tolist() == [15, 15]

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.testing import assert_close
 
 from qkeel.capture import named_attention
 from qkeel.capture.logsumexp import attention_with_logsumexp
 from qkeel.capture.readers import SDPA
 
-CALLS: dict[str, dict[str, Any]] = {
+CALLS = {
     "causal": {"is_causal": True},
     "full": {},
     "scaled": {"is_causal": True, "scale": 0.7},
@@ -68,7 +69,7 @@ def test_where_torch_has_no_logsumexp_or_another_may_change_the_call_it_is_left_
     change,
 ):
     q, k, v = drawn(4, torch.float32, 4)
-    kwargs: dict[str, Any] = {}
+    kwargs = {}
     if change == "dropout":
         kwargs = {"dropout_p": 0.1}
     if change == "float mask":  # adds numbers that are no part of the logit
@@ -124,7 +125,7 @@ def test_under_the_name_mask_objects_mean_what_they_say(kind, stand_in):
         3 if kind is causal_lower_right else 0
     )
     expected = SDPA(q, k, v, attn_mask=visible)
-    torch.testing.assert_close(stand_in(q, k, v, attn_mask=kind(4, 7)), expected)
+    assert_close(stand_in(q, k, v, attn_mask=kind(4, 7)), expected)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

@@ -1,7 +1,5 @@
 """Passes that qkeel makes seed the generators that they put back, and those of no other device."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 
@@ -9,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tests.attention import Joint, fused_causal
+from tests.training import sgd
 from torch import nn
 
 import qkeel
@@ -32,7 +31,7 @@ def test_no_generator_of_another_device_is_seeded(ask, model, monkeypatch):
     x = torch.randn(2, 8, 16)
     before = torch.get_rng_state()
     if ask == "watch":
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = sgd(model)
         with qkeel.watch(model, optimizer, probe_batch=x):
             before = torch.get_rng_state()
             model(x)

@@ -8,6 +8,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
+from tests.training import sgd
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -97,7 +98,7 @@ STATES = [
 def losses(state, act):
     torch.manual_seed(0)
     model, x = Attention(state), torch.randn(2, 5, 8)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = sgd(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", qkeel.errors.QkeelWarning)
         with suppress(qkeel.errors.RefusedError):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from qkeel.cli.app import main
 
@@ -88,7 +89,7 @@ def test_the_attention_of_a_model_is_drawn(module, tmp_path, capsys, monkeypatch
     ((maps, out, settings),) = drawn
     assert (out, settings["formats"]) == (Path("causal-figures"), ["pdf"])
     assert torch.equal(maps[""].triu(1), torch.zeros(2, 2, 9, 9))
-    torch.testing.assert_close(maps[""].sum(-1), torch.ones(2, 2, 9))
+    assert_close(maps[""].sum(-1), torch.ones(2, 2, 9))
     assert main(["figures", f"{module}:causal", "--layers", "h.0"]) == 2
     assert main(["figures", f"{module}:broken"]) == 2
     assert main(["figures", str(tmp_path), "--layers", "h.0"]) == 2

@@ -467,7 +467,7 @@ def test_an_interrupted_study_keeps_what_is_done(tmp_path, monkeypatch, capsys):
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return real(*args, **kwargs)  # type: ignore[arg-type]
+        return real(*args, **kwargs)
 
     monkeypatch.setattr(executors, "run", interrupted)
     monkeypatch.setattr(sys, "argv", ["qkeel", "study", "lr", "--again"])

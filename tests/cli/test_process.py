@@ -8,7 +8,7 @@ import pytest
 
 from qkeel.cli import run
 from qkeel.cli.output import open_output
-from qkeel.cli.program import Program, prepare
+from qkeel.cli.python_program import Program, prepare
 
 
 @pytest.mark.parametrize("is_module", [False, True])
@@ -40,8 +40,8 @@ def test_output_shows_the_code_of_what_it_cannot_hold(
     for stream in (strict, chosen):
         stream.write("é")
         stream.flush()
-    assert strict.buffer.getvalue() == b"\\xe9"  # type: ignore[attr-defined]
-    assert chosen.buffer.getvalue() == b"?"  # type: ignore[attr-defined]
+    assert strict.buffer.getvalue() == b"\\xe9"
+    assert chosen.buffer.getvalue() == b"?"
 
 
 def test_a_page_is_written_at_the_second_run_and_then_once_in_a_while(
@@ -54,6 +54,6 @@ def test_a_page_is_written_at_the_second_run_and_then_once_in_a_while(
     counts = []
     for seconds in (0.0, 0.0, 0.0, run.PAGE_SECONDS, 1.5 * run.PAGE_SECONDS):
         clock.monotonic = lambda seconds=seconds: seconds
-        page.on_outcome(None)  # type: ignore[arg-type]
+        page.on_outcome(None)
         counts.append(len(written))
     assert counts == [0, 1, 1, 2, 2]

@@ -10,7 +10,7 @@ import pytest
 from tests import forked
 from tests.contract.cli.scripts import run, script, watched
 
-from qkeel.cli.program import Program, parse, under_torchrun
+from qkeel.cli.python_program import Program, parse, under_torchrun
 from qkeel.cli.run_messages import TYPED
 from qkeel.errors import InvalidValueError
 

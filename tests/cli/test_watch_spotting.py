@@ -1,7 +1,5 @@
 """Which models `qkeel watch` finds, from the optimizers that appear."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
@@ -15,7 +13,6 @@ from torch.optim import SGD, Adam, Optimizer
 
 import qkeel
 from qkeel.cli.model_finder import ModelFinder, chains
-from qkeel.monitor.monitor import Monitor
 
 HOME = {}
 exec(MODEL, HOME)
@@ -26,8 +23,8 @@ class Found:
     """The models that were watched, in order, and their monitors."""
 
     def __init__(self):
-        self.models: list[weakref.ref[nn.Module]] = []
-        self.monitors: list[weakref.ref[Monitor]] = []
+        self.models = []
+        self.monitors = []
         self.finder = ModelFinder(self.start)
 
     def start(self, model, optimizer):
@@ -181,7 +178,7 @@ def test_an_optimizer_made_after_steps_begins_a_new_phase(found):
     train(net, Adam(net.parameters()), 2)
     assert found.are(net, net)
     assert found.steps() == [2, 1]
-    assert [ref().active for ref in found.monitors] == [False, True]  # type: ignore[union-attr]
+    assert [ref().active for ref in found.monitors] == [False, True]
 
 
 def test_models_and_optimizers_are_held_weakly(found):

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import torch
 from tests.contract.conformance.kinds import KINDS, model_of, refusal_of
 from tests.remedies.foreign import Hand, encoder, example, hf, out
+from tests.training import adamw
 
 from qkeel.errors import QkeelError
 from qkeel.ops import KERNELS
@@ -100,7 +101,7 @@ def foreign_refusal(name, kind):
         model, x = encoder(), example("encoder")
     else:
         model, x = Hand(layout, how), torch.randn(2, 6, 16)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = adamw(model)
     try:
         # The loss below is no cross-entropy, by whose gradient z_loss would weigh tokens.
         term = "z_loss:weight=mean" if name == "z_loss" else name

@@ -10,6 +10,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from tests.remedies.foreign import example, hf, out
+from tests.training import adamw
 
 from qkeel.errors import QkeelError
 from qkeel.nn import Decoder, DecoderConfig
@@ -52,11 +53,11 @@ def _trained(model, x, optimizer):
 
 def _compiled(model, x, optimizer):
     torch._dynamo.reset()
-    return _trained(torch.compile(model, backend="aot_eager"), x, optimizer)  # type: ignore[arg-type]
+    return _trained(torch.compile(model, backend="aot_eager"), x, optimizer)
 
 
 def _checkpointed(model, x, optimizer):
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     return _trained(model, x, optimizer)
 
 
@@ -121,7 +122,7 @@ def mode_refusal(name, mode):
 
 
 def _ran(name, model, run):
-    optimizer, x = torch.optim.AdamW(model.parameters(), lr=0.01), example("llama")
+    optimizer, x = adamw(model, 0.01), example("llama")
     given = {} if isinstance(model, Decoder) else {"example": x}
     with apply(model, name, optimizer, train_length=8, **given):
         return run(model, x, optimizer)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from tests.quick import one_in
+from torch.testing import assert_close
 
 from qkeel.capture.calls import scores_stats
 from qkeel.functional.class_statistics import TokenClasses, merge_classes, norm_ratio
@@ -31,7 +32,6 @@ def classed(call, seed, *, alike=False):
 
 def recomputed(call):
     """Every field from the oracle's T×T matrices, for all pairs of classes at once."""
-    assert call.classes is not None
     truth, (q, k) = attend_call(call), call.encoded()
     b, g = k.shape[:2]
     visible = truth.logits > -torch.inf
@@ -75,7 +75,7 @@ def recomputed(call):
 def same(ours, theirs, case, tolerance=1e-11):
     near = {"rtol": tolerance, "atol": tolerance}
     message = lambda text: f"{case}: {text}"  # noqa: E731
-    torch.testing.assert_close(ours.tensors(), theirs, **near, msg=message)
+    assert_close(ours.tensors(), theirs, **near, msg=message)
 
 
 @pytest.mark.parametrize("name", one_in(SPECS, 4))
@@ -104,7 +104,7 @@ def test_hand_written_attention_gives_the_same(name):
         alone = scores_stats(unknown).classes
         assert not alone.n_normed.any()
         assert not alone.n_keys.any()
-        torch.testing.assert_close(alone.mass, classes.mass)
+        assert_close(alone.mass, classes.mass)
 
 
 def test_merging_parts_gives_the_statistics_of_the_whole_and_none_is_neutral():

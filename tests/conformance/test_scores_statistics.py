@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from tests.quick import one_in
+from torch.testing import assert_close
 
 from qkeel.capture import calls as scores
 from qkeel.capture.calls import ScoresCall, scores_maxima, scores_stats
@@ -48,7 +49,7 @@ def assert_same(ours, theirs, fields, case):
     for name in fields:
         values = getattr(ours, name), getattr(theirs, name)
         message = f"{name}, {case}"
-        torch.testing.assert_close(*values, rtol=1e-11, atol=1e-11, msg=message)
+        assert_close(*values, rtol=1e-11, atol=1e-11, msg=message)
 
 
 @pytest.mark.parametrize("name", one_in(SOFT, 4))

@@ -94,7 +94,7 @@ class OnDevice(Tensor):
         made.held = held
         return made
 
-    def __repr__(self):  # type: ignore[override]
+    def __repr__(self):
         return f"OnDevice({self.held!r})"
 
     def tolist(self):  # torch's own takes no subclass

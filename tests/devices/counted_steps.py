@@ -12,6 +12,7 @@ from collections import Counter
 import torch
 from tests.devices.accelerator import DEVICE, Accelerator, Counts
 from tests.remedies.foreign import hf, out
+from tests.training import adamw
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -67,7 +68,7 @@ def counted(layers):
             (lambda *_: None) if name.endswith("blocks") else fields_found
         )
         model = hf("llama", "sdpa", num_hidden_layers=layers).to(DEVICE).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = adamw(model, 0.001)
         plain = [step(model, optimizer, tokens) for _ in range(2)][-1]
         with qkeel.watch(model, optimizer, rules=[], **options) as monitor:
             watched = [step(model, optimizer, tokens) for _ in range(2)][-1]

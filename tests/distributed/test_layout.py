@@ -124,9 +124,8 @@ def test_a_process_holds_a_block_of_a_split_weight_and_adds_it_once():
         stride=(2, 1),
     )
     # Of three rows the last chunk has one.
-    assert local_block("w", short).spans == ((2, 3), (0, 2))  # type: ignore[union-attr]
+    assert local_block("w", short).spans == ((2, 3), (0, 2))
     quarter = local_block("w", spread(Shard(0), Shard(0), mesh=mesh), gathered=1)
-    assert quarter is not None
     # In a pass the first axis has gathered its parts.
     assert (quarter.spans[0], quarter.in_pass[0]) == ((2, 4), (4, 8))
     assert local_block("w", torch.zeros(2)) is None

@@ -1,16 +1,13 @@
 """Tables of records: the same rows in numpy, pandas, CSV and Parquet; figures; short texts."""
 
-from __future__ import annotations
-
 import csv
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from monitor.samples import about, sample
 from tests.contract.watch.small import batch, small, train
+from tests.training import adamw
 
 import qkeel
 from qkeel.cli.audit import export
@@ -123,7 +120,7 @@ def test_the_error_of_a_missing_library_names_it(run, tmp_path, monkeypatch):
     for name in ("pandas", "pyarrow", "matplotlib"):
         monkeypatch.setitem(sys.modules, name, None)
     loaded = qkeel.load(run)
-    calls: list[tuple[Any, str]] = [
+    calls = [
         (loaded.heads.to_pandas, "pandas"),
         (loaded.plot, "matplotlib"),
         (lambda: export(run, to="parquet", out=tmp_path / "out"), "pyarrow"),
@@ -200,7 +197,7 @@ def test_figures_show_what_was_recorded(run):
 
 
 def test_what_is_shown_is_short():
-    shown: list[str] = []
+    shown = []
 
     def show(step, monitor):
         if step == 2:
@@ -218,8 +215,6 @@ def test_what_is_shown_is_short():
     assert repr(monitor).endswith(", closed>")
     assert repr(Handle(lambda: None)) == "<Handle: active, remove() undoes it>"
     model = small()
-    handle = qkeel.apply(
-        model, "lalr", torch.optim.AdamW(model.parameters()), batch=batch(0)
-    )
+    handle = qkeel.apply(model, "lalr", adamw(model), batch=batch(0))
     assert repr(handle) == "<Handle of lalr: active, remove() undoes it>"
     handle.remove()

@@ -3,6 +3,7 @@
 import hypothesis
 import torch
 from hypothesis import strategies as st
+from tests.drawing import rand
 
 # Derandomised: the same examples on every machine and run.
 few = hypothesis.settings(max_examples=25, derandomize=True, deadline=None)
@@ -18,7 +19,7 @@ def randn(seed, *shape):
 
 def some_visible(seed, *shape):
     """A random mask with empty and full rows among the others; at least two rows."""
-    seen = torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < 0.6
+    seen = rand(*shape, seed=seed) < 0.6
     seen[..., 0, :] = False
     seen[..., 1, :] = True
     return seen

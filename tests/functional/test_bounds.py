@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from tests.each_row import each_row
+from torch.testing import assert_close
 
 from qkeel.functional.bounds import (
     dilution_bound,
@@ -53,7 +54,7 @@ def test_grams_that_are_small_zero_or_not_finite_have_norms_that_are():
         ),
         strict=True,
     ):
-        torch.testing.assert_close(norms, expected, rtol=1e-9, atol=1e-12)
+        assert_close(norms, expected, rtol=1e-9, atol=1e-12)
     for spoiled, wrong in itertools.product((0, 1), (math.nan, math.inf)):
         grams = [a.clone(), b.clone()]
         grams[spoiled][3, 1, 2] = wrong
@@ -67,7 +68,7 @@ def test_products_of_weights_that_overflow_float32_have_their_norm_all_the_same(
     expected = torch.linalg.matrix_norm(q.mT @ k, ord=2)
     q, k = q.float(), k.float()
     norms = interaction_norm(q @ q.mT, k @ k.mT).double()
-    torch.testing.assert_close(norms, expected, rtol=1e-4, atol=0)
+    assert_close(norms, expected, rtol=1e-4, atol=0)
 
 
 # Largest eigenvalues by squarings

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from tests.each_row import each_row
+from torch.testing import assert_close
 
 from qkeel.functional import bounds
 from qkeel.functional import logits as F
@@ -89,7 +90,7 @@ def test_axes_in_front_are_as_many_as_the_caller_has():
         for i, j in itertools.product(range(2), range(3)):
             alone = of(*(x[i, j] for x in arguments))
             tolerance = {"rtol": 1e-9, "atol": 1e-12, "equal_nan": True}
-            torch.testing.assert_close(together[i, j], alone, **tolerance)
+            assert_close(together[i, j], alone, **tolerance)
             spoilt = arguments[0] is a and (i, j) == (1, 2)
             assert bool(alone.isnan().any()) == spoilt
 

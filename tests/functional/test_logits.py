@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.each_row import each_row
+from torch.testing import assert_close
 
 from qkeel.errors import InvalidValueError, QkeelError
 from qkeel.functional import logits as F
@@ -21,8 +22,8 @@ LINE = torch.linspace(-2000, 2000, 4001, dtype=torch.float64)
 @few
 @given(seed=seeds, size=st.floats(0.1, 1e4), name=st.sampled_from(sorted(WEIGHTS)))
 def test_hidden_keys_weigh_nothing_whatever_stands_there_and_the_others_as_if_alone(
-    seed: int, size: float, name: str
-) -> None:
+    seed, size, name
+):
     z, visible = size * randn(seed, 6, 5), some_visible(seed, 6, 5)
     weigh = WEIGHTS[name]
     weights = weigh(z, visible)
@@ -32,10 +33,10 @@ def test_hidden_keys_weigh_nothing_whatever_stands_there_and_the_others_as_if_al
     for row, shown, w in zip(z, visible, weights):
         assert not w[~shown].any()
         alone = weigh(row[None, shown], None)[0]
-        torch.testing.assert_close(w[shown], alone, rtol=1e-12, atol=1e-15)
+        assert_close(w[shown], alone, rtol=1e-12, atol=1e-15)
     if name == "softmax":
         total = visible.any(-1).double()
-        torch.testing.assert_close(weights.sum(-1), total, rtol=0, atol=1e-12)
+        assert_close(weights.sum(-1), total, rtol=0, atol=1e-12)
 
 
 @each_row("weigh", WEIGHTS.values(), ids=WEIGHTS)
@@ -58,16 +59,14 @@ def test_the_eps_of_softpick_is_added_behind_the_maximum():
 
 @few
 @given(seed=seeds, factor=st.floats(1e-6, 1e6))
-def test_entropy_is_that_of_the_row_made_to_sum_to_one(
-    seed: int, factor: float
-) -> None:
+def test_entropy_is_that_of_the_row_made_to_sum_to_one(seed, factor):
     p = randn(seed, 9).abs()
     assert F.entropy(factor * p).item() == pytest.approx(F.entropy(p).item(), rel=1e-10)
 
 
 @few
 @given(cap=st.floats(0.1, 1e3))
-def test_softcap_is_monotone_odd_and_within_the_cap(cap: float) -> None:
+def test_softcap_is_monotone_odd_and_within_the_cap(cap):
     y = F.softcap(LINE, cap)
     assert (y.diff() >= 0).all()
     assert torch.equal(y.flip(0), -y)
@@ -76,9 +75,7 @@ def test_softcap_is_monotone_odd_and_within_the_cap(cap: float) -> None:
 
 @few
 @given(alpha=st.floats(0, 2), floor=st.integers(1, 100))
-def test_the_floor_temperature_is_one_below_the_floor_and_never_falls(
-    alpha: float, floor: int
-) -> None:
+def test_the_floor_temperature_is_one_below_the_floor_and_never_falls(alpha, floor):
     at = torch.arange(-20, 500)
     factor = F.floor_log_temperature(at, alpha, floor, torch.float64)
     assert (factor[: 20 + floor - 1] == 1).all()
@@ -128,4 +125,4 @@ def test_the_loss_on_output_logits_is_the_mean_square_of_their_logsumexp_in_floa
     assert float(loss) == pytest.approx(0.5 * sum(x * x for x in rows) / 5, rel=1e-12)
     half = (4 * z).half()  # squares beyond 65,504
     assert F.z_loss(half).dtype == torch.float32
-    torch.testing.assert_close(F.z_loss(half).double(), F.z_loss(half.double()))
+    assert_close(F.z_loss(half).double(), F.z_loss(half.double()))

@@ -1,7 +1,5 @@
 """LogitStats is a commutative monoid: parts merge to the whole; of rows, of keys, by class of token."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -10,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.functional import class_statistics, statistics
@@ -23,7 +22,7 @@ from qkeel.functional.statistics import (
     reduce_kernel_rows,
 )
 from qkeel.kernels.statistics import logit_stats
-from qkeel.spec import AttentionSpec
+from qkeel.spec import AttentionSpec, Fixed, Sink
 from qkeel.spec.call import make_call
 
 from .properties import few, randn, seeds
@@ -35,7 +34,7 @@ FIELDS = {
     "n_pairs": "max_logit capped_max_logit min_logit mean_logit share_above",
     "n_products": "cos_max cos_mean qk_frobenius",
     "n_queries": "entropy entropy_min query_norm query_norm_max logit_spread",
-    "n_free": "normalized_entropy sink_share logit_gap",
+    "n_free": "normalized_entropy softmax_gradient sink_share logit_gap",
     "n_keys": "key_norm key_norm_max",
 }
 REDUCTIONS = {
@@ -71,14 +70,12 @@ def stats_of(x):
 def same(a, b, rtol=0.0):
     for field in TENSORS:
         values = getattr(a, field), getattr(b, field)
-        torch.testing.assert_close(*values, rtol=rtol, atol=rtol, msg=field)
+        assert_close(*values, rtol=rtol, atol=rtol, msg=field)
 
 
 @few
 @given(seed=seeds, a=counts, b=counts)
-def test_merging_parts_gives_the_statistics_of_the_whole(
-    seed: int, a: int, b: int
-) -> None:
+def test_merging_parts_gives_the_statistics_of_the_whole(seed, a, b):
     x, y = samples(seed, a), samples(seed + 100, b)
     whole = stats_of({name: torch.cat([x[name], y[name]], 1) for name in x})
     same(merge(stats_of(x), stats_of(y)), whole, rtol=1e-12)
@@ -86,7 +83,7 @@ def test_merging_parts_gives_the_statistics_of_the_whole(
 
 @few
 @given(seed=seeds, n=counts)
-def test_the_empty_statistics_are_neutral_bit_for_bit(seed: int, n: int) -> None:
+def test_the_empty_statistics_are_neutral_bit_for_bit(seed, n):
     x = stats_of(samples(seed, n))
     empty = LogitStats.empty(HEADS, GROUPS, x.max_logit)
     same(merge(empty, x), x)
@@ -132,7 +129,7 @@ def test_a_head_is_not_finite_where_a_logit_or_the_entropy_is_not():
     fields = {"max_logit": top, "min_logit": low, "entropy": entropy, "n_pairs": pairs}
     stats = dataclasses.replace(LogitStats.empty(len(rows), 1, top), **fields)
     assert stats.non_finite.tolist() == broken.tolist()
-    torch.testing.assert_close(stats.max_abs_logit, magnitude, equal_nan=True)
+    assert_close(stats.max_abs_logit, magnitude, equal_nan=True)
 
 
 # Of rows and keys.
@@ -147,6 +144,62 @@ def test_a_row_of_one_key_has_no_entropy_and_a_cosine_of_at_most_one(sign):
         assert entropy.item() == 0
     for cosine in (stats.cos_max, stats.cos_mean):
         assert 0.999 <= sign * cosine.item() <= 1
+
+
+def rows_of_weights(z, *, sink=None, shift=0.0, mask=None, native="0"):
+    """Statistics of one head whose row i has the logits z[i], of keys that are unit vectors."""
+    t, s = z.shape
+    q, k = (
+        torch.zeros(1, 1, t, 8 * (-(-s // 8))),
+        torch.zeros(1, 1, s, 8 * (-(-s // 8))),
+    )
+    q[..., :s], k[..., :s] = z + shift, torch.eye(s)
+    spec = AttentionSpec(scale=Fixed(1.0))
+    if sink is not None:
+        spec = dataclasses.replace(spec, normalizer=Sink(init=sink, learned=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QKEEL_NATIVE", native)
+        return logit_stats(make_call(spec, q, k, k, causal=False, mask=mask))
+
+
+BY_HAND = torch.tensor([[1.0, 2.0, 1.0], [1.0, 3.0, 9.0], [5.0, 9.0, 9.0]]).log()
+SEEN = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_what_a_softmax_passes_back_by_hand(native):
+    # Weights (1/4, 1/2, 1/4) and (1/4, 3/4); the last row has one key and does not count.
+    expected = (15 / 16 + 3 / 4) / 2
+    for sink in (None, -1.0, 30.0):
+        for shift in (0.0, 100.0):
+            stats = rows_of_weights(
+                BY_HAND, sink=sink, shift=shift, mask=SEEN, native=native
+            )
+            assert stats.softmax_gradient.item() == pytest.approx(expected, rel=1e-5)
+            assert stats.n_free.item() == 2
+    alone = rows_of_weights(BY_HAND, mask=SEEN[2:], native=native)
+    assert (alone.softmax_gradient.item(), alone.n_free.item()) == (0.0, 0)
+
+
+@few
+@given(seed=seeds, s=st.integers(2, 200), size=st.sampled_from([0.1, 3.0, 40.0, 3e3]))
+def test_what_a_softmax_passes_back_lies_between_one_key_and_uniform_attention(
+    seed, s, size
+):
+    z = size * randn(seed, 5, s).float()
+    p = z.double().softmax(-1)
+    exact = ((p * (1 - p)).sum(-1) / (1 - 1 / s)).mean().item()
+    order = torch.randperm(s, generator=torch.Generator().manual_seed(seed))
+    for native in ("0", "1"):
+        for logits in (z, z[:, order], z[:, z[0].argsort()]):
+            stats = rows_of_weights(logits, native=native)
+            # Rounding a logit by a share of 6e-8 changes its weight by so many nats.
+            near = pytest.approx(exact, abs=2e-6 + 1e-6 * size)
+            assert stats.softmax_gradient.item() == near
+        uniform = rows_of_weights(torch.full((5, s), size), native=native)
+        assert uniform.softmax_gradient.item() == pytest.approx(1, abs=1e-5)
+        one_hot = rows_of_weights(200 * torch.eye(s), native=native)
+        assert one_hot.softmax_gradient.item() == 0
 
 
 def test_rows_of_a_kernel_by_hand_some_see_no_key_and_some_do_not_count():
@@ -191,9 +244,7 @@ def test_the_competition_index_takes_classes_last_whatever_comes_before():
     norms = torch.tensor([[[2.0, 6.0], [1.0, 5.0], [4.0, 4.0]]])
     counts = torch.tensor([[[1, 1], [1, 0], [2, 3]]])
     ratio = class_statistics.norm_ratio(norms, counts)
-    torch.testing.assert_close(
-        ratio, torch.tensor([[3.0, math.nan, 1.0]]), equal_nan=True
-    )
+    assert_close(ratio, torch.tensor([[3.0, math.nan, 1.0]]), equal_nan=True)
 
 
 def classes_of(heads, groups, names="text image"):
@@ -206,7 +257,7 @@ def classes_of(heads, groups, names="text image"):
         )
         dtype = torch.int64 if name.startswith("n_") else None
         fields[name] = torch.ones(shape, dtype=dtype)
-    return ClassStats(names=tuple(names.split()), **fields)  # type: ignore[arg-type]
+    return ClassStats(names=tuple(names.split()), **fields)
 
 
 def test_statistics_are_merged_and_joined_where_sites_and_classes_are_the_same():
@@ -220,7 +271,6 @@ def test_statistics_are_merged_and_joined_where_sites_and_classes_are_the_same()
             class_statistics.merge_classes(split, other)
     assert class_statistics.joined_classes([split, None]) is None
     joined = class_statistics.joined_classes([split, classes_of(3, 1)])
-    assert joined is not None
     assert (joined.names, joined.mass.shape) == (("text", "image"), (7, 2, 2))
     assert joined.key_norm.shape == (3, 2)
 

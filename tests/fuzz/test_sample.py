@@ -84,7 +84,7 @@ READERS = {
 
 QUICK = ["config", "explain", "presets", "remedies", "report", "scan", "convert"]
 OTHER_FLAGS = """--recipe --json --help --version --out -o --output --to --n-heads --remedies --lrs --seeds --dry-run
---layout --no-tied -- --executor --head-dim --every-head --tensors-only"""
+--layout --no-tied -- --executor --head-dim --every-head"""
 FLAGS = [*OTHER_FLAGS.split(), *(f"--{x.replace('_', '-')}" for x in _ENTRIES)]
 places = st.sampled_from([*PRESETS, *REMEDIES, "a.toml", ".", "/dev/null", "/dev/zero"])
 word = st.one_of(numbers.map(str), texts, places)

@@ -4,7 +4,8 @@ import sys
 from types import ModuleType
 
 import pytest
-import torch
+from tests.drawing import randn
+from tests.training import sgd
 from torch import nn
 
 from qkeel import apply, watch
@@ -27,13 +28,11 @@ def test_steps_are_those_that_accumulated_gradients_lead_to(tmp_path):
     accelerate.state.GradientState._reset_state()  # shared by all accelerators of a process
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     net = Net()
-    model, optimizer = accelerator.prepare(
-        net, torch.optim.SGD(net.parameters(), lr=0.1)
-    )
+    model, optimizer = accelerator.prepare(net, sgd(net))
     with watch(model, optimizer, every=1, sinks=tmp_path / "run"):
         for seed in range(8):
             with accelerator.accumulate(model):
-                x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(seed))
+                x = randn(2, 4, 8, seed=seed)
                 accelerator.backward(model(x))
                 optimizer.step()
                 optimizer.zero_grad()

@@ -87,8 +87,8 @@ class Trainer:
 def made(monkeypatch):
     """The class of the callback, on the stand-in."""
     pytorch, faults = ModuleType("pytorch"), ModuleType("exceptions")
-    pytorch.Callback, pytorch.LightningModule = type("Callback", (), {}), Module  # type: ignore[attr-defined]
-    pytorch.Trainer, faults.MisconfigurationException = Trainer, Misconfigured  # type: ignore[attr-defined]
+    pytorch.Callback, pytorch.LightningModule = type("Callback", (), {}), Module
+    pytorch.Trainer, faults.MisconfigurationException = Trainer, Misconfigured
     for name, module in {
         "": ModuleType("lightning"),
         ".pytorch": pytorch,

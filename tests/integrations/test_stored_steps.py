@@ -1,9 +1,9 @@
 """What trackio, and a tracker of accelerate, have stored after a training is what the run directory has, step by step."""
 
 import pytest
-import torch
 from tests.contract.integrations.stored import tensorboard_scalars
 from tests.contract.watch.small import batch, small
+from tests.training import adamw
 
 from qkeel import watch
 from qkeel.integrations.watched_training import AccelerateSink
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
 def trained(folder, *sinks, owner=None, accumulate=2):
     """Goes on from step 20 to 31, where each third is measured; the largest logit by step of the run."""
     model = small()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model, 0.01)
     rule = Ceiling(threshold=-100.0)
     with watch(
         model, optimizer, every=3, sinks=[folder / "run", *sinks], rules=rule

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 from tests.integrations.trainers.run import STEPS, Outcome
 from tests.integrations.trainers.watched import CASES as WATCHED
 
@@ -56,7 +57,7 @@ def test_two_processes_train_and_measure_as_one(case, tmp_path):
             assert float((found.weights[name] - weight).abs().max()) < most, name
         assert {*found.heads} == {*one.heads}
         for name, values in one.heads.items():
-            np.testing.assert_allclose(
+            assert_allclose(
                 found.heads[name], values, rtol=most, atol=most, err_msg=name
             )
 

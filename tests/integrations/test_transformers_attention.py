@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import pytest
+from tests.training import adamw, sgd
+from torch.testing import assert_close
 
 pytest.importorskip("transformers")
 
@@ -107,7 +109,7 @@ def near(measured, expected):
     for name, stats in measured.items():
         for field in ("max_logit", "entropy"):
             ours, theirs = (getattr(x, field) for x in (stats, expected[name]))
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+            assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
@@ -116,7 +118,7 @@ def test_a_model_is_watched_as_with_sdpa(kind):
     for implementation in ("sdpa", "qkeel"):
         model = hf(kind, implementation, **NO_DROPOUT.get(kind, {})).train()
         x = example(kind, batch=2, tokens=24)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = adamw(model, 0.01)
         with qkeel.watch(model, optimizer) as monitor:
             for _ in range(2):
                 loss = out(model, x).square().mean()
@@ -148,13 +150,13 @@ def test_remedies_reach_it_as_they_reach_sdpa():
         found = []
         for implementation in ("sdpa", "qkeel"):
             model = hf("llama", implementation).train()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = sgd(model)
             qkeel.apply(model, remedy, optimizer, batch=x)
             for _ in range(2):
                 out(model, x).square().mean().backward()
                 optimizer.step()
             found.append(out(model, x).detach())
-        torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+        assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
 
 
 def truth(q, k, v, mask, causal, options):
@@ -199,7 +201,7 @@ def test_drawn_calls_are_computed_as_written(native, monkeypatch):
         if toss():
             options["is_causal"] = causal
         elif not causal:
-            module.is_causal = False  # type: ignore[assignment]
+            module.is_causal = False
         if toss():
             options["scaling"] = pick((0.5, 1.0))
         if toss(0.3):
@@ -213,7 +215,7 @@ def test_drawn_calls_are_computed_as_written(native, monkeypatch):
             options["indices"] = torch.cat([own, torch.randint(s, (2, t, 2))], -1)
         out, weights = attend(module, q, k, v, mask, **options)
         assert (weights, out.is_contiguous()) == (None, True)
-        torch.testing.assert_close(
+        assert_close(
             out.double(),
             truth(q, k, v, mask, causal, options),
             rtol=2e-5,

@@ -13,7 +13,7 @@ import torch
 from qkeel.kernels.native import build, ready
 
 # Where tests are run for the registers of another processor: more options of the compiler, so other libraries.
-build.FLAGS = (*build.FLAGS, *os.environ.get("QKEEL_TEST_FLAGS", "").split())  # type: ignore[misc]
+build.FLAGS = (*build.FLAGS, *os.environ.get("QKEEL_TEST_FLAGS", "").split())
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ def call(
     q = torch.randn(1, 2, tokens, 8, dtype=dtype, requires_grad=gradient)
     k = torch.randn(1, 2, 5, 8, dtype=dtype)
     spec = options.pop("spec", AttentionSpec())
-    return make_call(spec, q, k, k, **options)  # type: ignore[arg-type]
+    return make_call(spec, q, k, k, **options)
 
 
 ONE, HALF, FIXED = "one query", "half precision with a gradient", "a call with dropout"

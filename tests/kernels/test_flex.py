@@ -7,6 +7,7 @@ import torch
 from tests.flex_as_on_a_gpu import flex_as_on_a_gpu
 from tests.kernels.harness import Case, check, check_gradients, rows_of
 from torch.nn.attention.flex_attention import AuxOutput, flex_attention
+from torch.testing import assert_close
 
 import qkeel
 from qkeel import preset
@@ -73,13 +74,13 @@ def test_output_gradients_logsumexps_and_maxima_are_those_of_the_oracle(case):
     # Of the capped logits, -inf where a row sees nothing.
     capped = case.spec.cap.apply(rows["largest"])
     for ours, true in ((lse, rows["lse"]), (largest, capped)):
-        torch.testing.assert_close(ours.double(), true, rtol=1e-5, atol=1e-5)
+        assert_close(ours.double(), true, rtol=1e-5, atol=1e-5)
     options = {"params": call.params, "causal": call.causal, "spec": case.spec}
     flex, exact = (
         qkeel.attention(call.q, call.k, call.v, **options, **how)[1]
         for how in ({"impl": "flex", "stats": "max"}, {"stats": True})
     )
-    torch.testing.assert_close(flex.max_logit, exact.max_logit, rtol=1e-5, atol=1e-5)
+    assert_close(flex.max_logit, exact.max_logit, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("_here")
@@ -89,7 +90,6 @@ def test_masks_and_caps_are_made_once_and_other_calls_are_refused():
     first, second = (make_call(spec, x, x, x) for x in (q, q + 1))
     with torch.inference_mode():
         mask = visible(first)
-    assert mask is not None
     assert mask is visible(second)
     assert not mask.kv_num_blocks.is_inference()
     assert flex._capped(Softcap(2.0)) is flex._capped(Softcap(2.0))
@@ -103,7 +103,7 @@ def test_masks_and_caps_are_made_once_and_other_calls_are_refused():
         ({"spec": AttentionSpec(position=ALiBi())}, "folded into q and k"),
     ):
         with pytest.raises(RefusedError, match=said):
-            qkeel.attention(q, q, q, **{**plain, **options})  # type: ignore[arg-type]
+            qkeel.attention(q, q, q, **{**plain, **options})
     assert explain_choice(
         make_call(AttentionSpec(cap=Softcap(2.0)), q, q, q)
     ).kernel in ("native", "chunked")

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from qkeel.capture.calls import SiteStatistics
 from qkeel.functional.statistics import TENSORS, merge
@@ -48,7 +49,7 @@ def test_each_site_has_its_own_numbers_in_the_order_of_the_calls(seed):
         assert list(together) == list(expected)
     for site, stats in expected.items():
         for name in TENSORS:
-            torch.testing.assert_close(
+            assert_close(
                 getattr(together[site], name),
                 getattr(stats, name),
                 rtol=1e-5,

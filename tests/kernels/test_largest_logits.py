@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from qkeel import attention
 from qkeel.errors import UnknownNameError
@@ -37,11 +38,11 @@ def test_they_are_exact_and_output_and_gradients_unchanged(
     grads = (torch.autograd.grad(x.cos().sum(), qkv) for x in (out, plain))
     assert all(map(torch.equal, *grads))
     exact = attention(*qkv, spec=spec, stats=True, **options)[1]
-    torch.testing.assert_close(largest.max_logit, exact.max_logit, rtol=1e-5, atol=1e-5)
+    assert_close(largest.max_logit, exact.max_logit, rtol=1e-5, atol=1e-5)
     assert not largest.n_pairs.any()
 
 
 def test_another_name_of_statistics_is_refused():
     q = torch.randn(1, 2, 9, 8)
     with pytest.raises(UnknownNameError):
-        attention(q, q, q, spec=AttentionSpec(), stats="bracket")  # type: ignore[call-overload]
+        attention(q, q, q, spec=AttentionSpec(), stats="bracket")

@@ -14,6 +14,7 @@ import torch
 from tests import forked
 from tests.kernels.harness import DTYPES, laid
 from tests.quick import one_in
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.kernels import gpu as available
@@ -28,7 +29,7 @@ NORMS = [
     NoNorm(),
     *(RMSNorm(gain=gain) for gain in GAINS),
     *(L2Norm(gain=gain) for gain in GAINS if gain not in ("one_plus_dim", "head_dim")),
-    *(LayerNorm(gain=gain) for gain in ("none", "dim", "head_dim")),  # type: ignore[arg-type]
+    *(LayerNorm(gain=gain) for gain in ("none", "dim", "head_dim")),
     RMSNorm(on="k", gain="dim"),
     L2Norm(eps=30.0),
 ]
@@ -126,7 +127,7 @@ def check(case, told, device="cpu"):
     truth = run(torchs, case, torch.float64, above)
     theirs = run(torchs, case, dtype, above)
     ours = run(encode.encoded, case, dtype, above, device)
-    terms = sum((a.double() * o).square().sum() for a, o in zip(above, truth)).detach()  # type: ignore[union-attr]
+    terms = sum((a.double() * o).square().sum() for a, o in zip(above, truth)).detach()
     eps = torch.finfo(dtype).eps
     for i, (mine, other, true) in enumerate(zip(ours, theirs, truth)):
         assert mine.dtype == dtype
@@ -270,13 +271,13 @@ def test_rows_by_hand(door):
 def test_a_rotation_is_differentiable_twice_and_a_norm_once(door):
     for norm in (NoNorm(), RMSNorm()):
         case = case_of(norm, Rope(), 4, 16)
-        leaves = [x.requires_grad_() for x in case[1:3]]  # type: ignore[union-attr]
+        leaves = [x.requires_grad_() for x in case[1:3]]
         loss = sum(x.square().sum() for x in fused(case))
         first = torch.autograd.grad(loss, leaves, create_graph=True)
         total = sum(x.sum() for x in first)
         if isinstance(norm, NoNorm):
             for x in torch.autograd.grad(total, leaves):
-                torch.testing.assert_close(x, torch.full_like(x, 2.0))
+                assert_close(x, torch.full_like(x, 2.0))
         else:
             with pytest.raises(RuntimeError, match=r"differentiated( only)? once"):
                 torch.autograd.grad(total, leaves)

@@ -116,4 +116,4 @@ def test_what_a_run_cannot_be_is_refused_by_an_error_that_names_it(kind):
         assert any(word in str(error.value) for word in words), values
     if kind is InvalidTypeError:
         with pytest.raises(kind):
-            RunConfig(optim={"lr": 0.1})  # type: ignore[arg-type]
+            RunConfig(optim={"lr": 0.1})

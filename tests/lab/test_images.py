@@ -123,14 +123,13 @@ def test_a_batch_is_a_function_of_seed_and_step_with_targets_and_their_kinds(
     assert not torch.equal(first.inputs, task.batch(4, 5).inputs)
     assert first.inputs.shape == first.targets.shape == (4, 96)
     assert torch.equal(first.inputs[:, 1:], first.targets[:, :-1])
-    assert first.kinds is not None
     assert torch.equal(first.kinds == IMAGE, first.targets >= BEGIN)
     assert {CAPTION, NEAR_IMAGE} <= set(first.kinds.unique().tolist())
     text = fused(image_share=0.0)
     alone = FusedTask(text).batch(1, 2)
     windows = batch(load(text.data), text.data, 1, 2)
     assert np.array_equal(alone.inputs.numpy(), windows[:, :-1])
-    assert set(alone.kinds.unique().tolist()) == {TEXT}  # type: ignore[union-attr]
+    assert set(alone.kinds.unique().tolist()) == {TEXT}
 
 
 @pytest.mark.parametrize("first", [0.0, 1.0])

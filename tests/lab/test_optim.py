@@ -71,7 +71,7 @@ def test_weight_decay_is_for_matrices_and_every_parameter_is_in_one_group(
     name,
 ):
     model = build_decoder(ModelConfig(d_model=16, n_heads=2), vocab_size=11)
-    optimizer = build_optimizer(OptimConfig(name=name, weight_decay=0.1), model)  # type: ignore[arg-type]
+    optimizer = build_optimizer(OptimConfig(name=name, weight_decay=0.1), model)
     groups = optimizer.param_groups
     held = [id(p) for group in groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters())
@@ -87,18 +87,18 @@ def test_weight_decay_is_for_matrices_and_every_parameter_is_in_one_group(
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "wsd"])
 def test_schedules_by_hand(schedule):
-    config = OptimConfig(lr=2.0, schedule=schedule, warmup=0.1)  # type: ignore[arg-type]
+    config = OptimConfig(lr=2.0, schedule=schedule, warmup=0.1)
     warm = [learning_rate(config, s, 100) for s in range(11)]
     assert warm == pytest.approx([0.2 * (s + 1) for s in range(10)] + [2.0])
-    config = OptimConfig(lr=1.0, schedule=schedule, warmup=0.0, final=0.0)  # type: ignore[arg-type]
+    config = OptimConfig(lr=1.0, schedule=schedule, warmup=0.0, final=0.0)
     rates = [learning_rate(config, s, 100) for s in (50, 79, 90)]
     wave = [0.5 * (1 + math.cos(math.pi * s)) for s in (0.5, 0.79, 0.9)]
     expected = {"constant": [1.0] * 3, "cosine": wave, "wsd": [1.0, 1.0, 0.5]}
     assert rates == pytest.approx(expected[schedule])
-    end = learning_rate(OptimConfig(lr=1.0, schedule=schedule), 999, 1000)  # type: ignore[arg-type]
+    end = learning_rate(OptimConfig(lr=1.0, schedule=schedule), 999, 1000)
     assert end == pytest.approx(1.0 if schedule == "constant" else 0.05, abs=0.01)
     for warmup in (0.0, 0.5, 1.0):
-        config = OptimConfig(lr=1.0, schedule=schedule, warmup=warmup)  # type: ignore[arg-type]
+        config = OptimConfig(lr=1.0, schedule=schedule, warmup=warmup)
         rates = [learning_rate(config, s, n) for n in (1, 2, 3) for s in range(n)]
         assert all(0 < rate <= 1 for rate in rates)
 

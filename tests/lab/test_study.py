@@ -97,7 +97,7 @@ def test_every_combination_of_settings_is_a_part_and_one_value_is_that_of_all_ru
     tiny,
 ):
     sizes = {"d_model": [16, 32], "n_layers": [1, 2], "schedule": ["wsd"], "steps": [3]}
-    runs = make_plan("lr", tiny(), dataclasses.replace(ONE, **sizes)).runs  # type: ignore[arg-type]
+    runs = make_plan("lr", tiny(), dataclasses.replace(ONE, **sizes)).runs
     assert [run.role for run in runs] == [
         f"d_model {m}, n_layers {n}" for m in (16, 32) for n in (1, 2)
     ]

@@ -316,7 +316,7 @@ def test_the_recorded_logit_change_is_that_of_one_step(tiny, tmp_path, remedy):
             for pair in zip(before, after):
                 old, new = (
                     c.spec.logits(c.q, c.k, c.pos_q, c.pos_k, c.params) for c in pair
-                )  # type: ignore[union-attr]
+                )
                 visible = torch.ones(old.shape[-2:], dtype=torch.bool).tril()
                 squares.append((new - old).double()[..., visible].square().mean())
             change = float(torch.stack(squares).mean().sqrt())
@@ -334,5 +334,5 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole(tiny):
 
 def test_the_position_of_a_run_gets_its_training_length(tiny):
     model = RunState(tiny(model={"n_layers": 3, "position": "hwfa"})).model
-    reaches = [block.attention.spec.position.reach for block in model.blocks]  # type: ignore[union-attr]
+    reaches = [block.attention.spec.position.reach for block in model.blocks]
     assert reaches == [3, 3, None]

@@ -1,14 +1,12 @@
 """What two processes do that train together; see spawn."""
 
-from __future__ import annotations
-
 import functools
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
 from tests.contract.watch.small import batch, hooks, small
+from tests.training import adamw
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -40,7 +38,7 @@ def train(
 ):
     """Five steps of two micro-batches; the model, the monitor and qkeel's warnings."""
     runner = wrap(small() if model is None else model)
-    optimizer = torch.optim.AdamW(runner.parameters(), lr=1e-2)
+    optimizer = adamw(runner, 0.01)
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         monitor = watcher(runner, optimizer)
@@ -80,7 +78,7 @@ def unlike_sites_switch_all_off():
         def forward(self, x):
             return self.body(x)
 
-    model: Callable[[], nn.Module] = small if dist.get_rank() == 0 else Named
+    model = small if dist.get_rank() == 0 else Named
     off(train(lambda m, o: watch(m, o), model=model()), "do not see the same attention")
 
 
@@ -177,7 +175,7 @@ def models_that_are_trained_apart_are_recorded_apart():
     _, monitor, warned = train(lambda m, o: watch(m, o, rules=[]), wrap=lambda m: m)
     assert ["pass their places" in text for text in warned] == [True]
     alone = small()
-    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    optimizer = adamw(alone, 0.01)
     for step in range(STEPS - 1):
         for micro in (0, 1):
             (alone(part(2 * step + micro)).square().mean() / 2).backward()
@@ -230,7 +228,7 @@ class Returning(nn.Module):
 
 def a_scalar_may_be_the_loss_of_some_steps_only():
     model = DistributedDataParallel(Returning())
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = adamw(model)
     monitor, scalars = watch(model, optimizer), []
     for step in range(4):
         scalar, out = model(part(step))
@@ -248,7 +246,7 @@ def a_scalar_may_be_the_loss_of_some_steps_only():
     monitor.close()
 
 
-FAST: tuple[Callable[[], None], ...] = (
+FAST = (
     a_scalar_may_be_the_loss_of_some_steps_only,
     faults_on_one_process_switch_all_off,
     a_process_with_nothing_to_add_takes_part,
@@ -256,7 +254,7 @@ FAST: tuple[Callable[[], None], ...] = (
     a_process_without_attention_takes_part,
     a_process_that_is_not_watched_makes_nobody_wait,  # last: from here on their monitors are numbered differently
 )
-SLOW: tuple[Callable[[], None], ...] = (
+SLOW = (
     unlike_sites_switch_all_off,
     models_that_are_trained_apart_are_recorded_apart,
 )

@@ -1,23 +1,22 @@
 """Training programs drawn by a seed, which know themselves which of their passes were trained."""
 
-from __future__ import annotations
-
-import contextlib
 import dataclasses
 import random
 import warnings
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.testing import assert_allclose
+from tests.attention import from_heads, to_heads
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
 
-WIDTH, HEADS, LAYERS = 8, 2, 2
-ABSENT = -np.inf
+WIDTH, HEADS, LAYERS, STEPS, THRESHOLD = 8, 2, 2, 3, 1.5
+TRAINED, OTHERS = 0, 1
 
 
 @dataclasses.dataclass
@@ -25,262 +24,161 @@ class Output:
     """What a model of transformers returns: an object with tensors."""
 
     logits: Tensor
-    value: Tensor | None = None
-    loss: Tensor | None = None
+    value: Tensor
+    loss: Tensor
 
 
 class Block(nn.Module):
-    def __init__(self, log):
+    """Attention that logs its largest logits, of queries times a factor."""
+
+    def __init__(self):
         super().__init__()
         self.q, self.k, self.v, self.o = (
             nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
         )
-        self.log, self.factor = log, 1.0
+        self.log, self.factor = [], 1.0
 
     def forward(self, x):
-        q, k, v = (
-            f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for f in (self.q, self.k, self.v)
-        )
+        q, k, v = (to_heads(f(x), HEADS, -1) for f in (self.q, self.k, self.v))
         q = q * self.factor
         z = q.detach().double() @ k.detach().double().mT * (WIDTH // HEADS) ** -0.5
         self.log.append(z.amax((0, 2, 3)).numpy())
-        return x + self.o(
-            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        )
+        y = F.scaled_dot_product_attention(q, k, v)
+        return x + self.o(from_heads(y))
 
 
 class Model(nn.Module):
-    """Returns its numbers in one of several forms; checkpoints its blocks in one of several ways."""
+    """Returns its numbers in one of several forms; checkpoints its blocks in one of several ways, or not (None)."""
 
-    def __init__(self, form, repeat):
+    def __init__(self, form, is_reentrant):
         super().__init__()
-        self.logs: list[list[np.ndarray]] = [[] for _ in range(LAYERS)]
-        self.blocks = nn.ModuleList([Block(log) for log in self.logs])
+        self.form, self.is_reentrant = form, is_reentrant
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.policy, self.critic = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-        self.form, self.repeat = (
-            form,
-            repeat,
-        )  # repeat: None for no checkpoints, else whether they are reentrant
-        self.loss: Tensor | None = None
 
     def forward(self, x):
         for block in self.blocks:
-            x = (
-                block(x)
-                if self.repeat is None
-                else checkpoint(block, x, use_reentrant=self.repeat)
-            )
+            if self.is_reentrant is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.is_reentrant)
         logits, value = self.policy(x), self.critic(x)
-        loss = (logits - 1).square().mean() + value.square().mean()
-        self.loss = None
-        match self.form:
-            case "tensor":
-                return logits
-            case "tuple":
-                return logits, value
-            case "object":
-                return Output(logits, value, loss)
-            case _:
-                self.loss = loss
-                return logits.detach()
-
-
-def losses(model, output):
-    """The losses that can be computed from an output, each of them enough for a gradient."""
-    match model.form:
-        case "tensor":
-            return [output.square().mean()]
-        case "tuple":
-            return [output[0].square().mean(), output[1].square().mean()]
-        case "object":
-            return [output.loss, output.value.square().mean()]
-        case _:
-            assert model.loss is not None
-            return [model.loss]
+        losses = logits.square().mean(), value.square().mean()
+        # From each of them a gradient reaches all blocks.
+        self.losses = losses[:1] if self.form in ("tensor", "itself") else losses
+        self.loss = losses[0] if self.form == "itself" else None
+        return {
+            "tensor": logits,
+            "tuple": (logits, value),
+            "object": Output(logits, value, losses[0]),
+            "itself": logits.detach(),
+        }[self.form]
 
 
 class Program:
-    """One drawn program: `run` trains some steps and returns, for each, the largest logits [layers heads] of the passes
-    that were trained before it and of those that were not."""
-
-    FORMS = ("tensor", "tuple", "object", "itself")
+    """A drawn program: after each step, `right` has the largest logits [roles layers heads] of the passes before it, of
+    those that were trained and of the others; -inf where there was none."""
 
     def __init__(self, seed):
         self.draw = random.Random(seed)
         torch.manual_seed(seed)
         pick = self.draw.choice
-        self.repeat = pick([None, None, False, True])
-        self.model = Model(pick(self.FORMS), self.repeat)
+        is_reentrant = pick([None, None, False, True])
+        self.model = Model(pick(["tensor", "tuple", "object", "itself"]), is_reentrant)
         self.model.train(pick([True, True, False]))
-        self.frozen = pick([False, False, True])
-        if self.frozen:
-            for block in self.model.blocks:
-                block.requires_grad_(False)
-            if (
-                self.repeat is True
-            ):  # a reentrant checkpoint of frozen blocks needs an input with gradients
-                self.frozen = False
-                self.model.requires_grad_(True)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        heads = len([*self.model.policy.parameters(), *self.model.critic.parameters()])
-        self.two = pick([False, False, True])
-        self.closure = not self.two and pick([False, False, True])
-        if self.two:
-            self.optimizers = [
-                torch.optim.SGD(part, 0.0)
-                for part in (trained[:-heads] or trained[:1], trained[-heads + 1 :])
-            ]
-        else:
-            self.optimizers = [torch.optim.SGD(trained, 0.0)]
-        self.trained, self.others = self.nothing(), self.nothing()
-        self.right: list[tuple[np.ndarray, np.ndarray]] = []
-        self.said: list[str] = []
+        # A reentrant checkpoint of frozen blocks needs an input with gradients.
+        self.is_frozen = not is_reentrant and pick([False, False, True])
+        self.model.blocks.requires_grad_(not self.is_frozen)
+        weights = [p for p in self.model.parameters() if p.requires_grad]
+        # One optimizer, or two, beside which the weight of the policy belongs to none.
+        two = [weights[:-4] or weights[1:2], weights[-3:-1]]
+        parts = pick([[weights], [weights], two])
+        self.optimizers = [torch.optim.SGD(part, 0.0) for part in parts]
+        self.has_closure = len(parts) == 1 and pick([False, False, True])
+        self.tops, self.right = self.nothing(), []
 
     def nothing(self):
-        return np.full((LAYERS, HEADS), ABSENT)
+        return np.full((2, LAYERS, HEADS), -np.inf)
 
-    def batch(self):
-        size = self.draw.choice([0.3, 1.0, 3.0, 8.0])
-        return (
-            torch.randn(self.draw.choice([1, 2]), self.draw.choice([4, 6]), WIDTH)
-            * size
-        )
-
-    def forward(self, x, *, trained, factor=1.0):
-        """Runs the model and notes its logits under its role."""
-        for log in self.model.logs:
-            log.clear()
+    def forward(self, role, factor=1.0):
+        """Runs the model and notes its logits under a role; returns its losses."""
+        pick = self.draw.choice
         for block in self.model.blocks:
-            block.factor = factor  # type: ignore[assignment]
-        out = self.model(x)
-        for block in self.model.blocks:
-            block.factor = 1.0  # type: ignore[assignment]
-        top = np.stack([log[0] for log in self.model.logs])
-        if trained:
-            self.trained = np.maximum(self.trained, top)
-        else:
-            self.others = np.maximum(self.others, top)
-        return out
+            block.log.clear()
+            block.factor = factor
+        shape = pick([1, 2]), pick([4, 6]), WIDTH
+        self.output = self.model(torch.randn(shape) * pick([0.3, 1.0, 3.0, 8.0]))
+        top = np.stack([block.log[0] for block in self.model.blocks])
+        self.tops[role] = np.maximum(self.tops[role], top)
+        return self.model.losses
 
     def train(self):
         """Passes that are trained."""
         way = self.draw.choice(
             ["one", "accumulate", "together", "two losses", "one of two", "grad"]
         )
-        self.said.append(way)
-        if self.repeat is True and way == "grad":
-            way = "one"
-        if self.model.form == "itself" and way == "together":
-            way = "accumulate"
         if way == "together":
-            outputs = [self.forward(self.batch(), trained=True) for _ in range(2)]
-            sum(losses(self.model, out)[0] for out in outputs).backward()  # type: ignore[union-attr]
+            sum(self.forward(TRAINED)[0] for _ in range(2)).backward()
             return
         for _ in range(3 if way == "accumulate" else 1):
-            found = losses(self.model, self.forward(self.batch(), trained=True))
-            if way == "two losses":
-                found[0].backward(retain_graph=True)
-                found[-1].backward()
-            elif way == "grad":
+            losses = self.forward(TRAINED)
+            if way == "grad" and not self.model.is_reentrant:
                 weights = [p for p in self.model.parameters() if p.requires_grad]
-                grads = torch.autograd.grad(found[0], weights, allow_unused=True)
-                for p, gradient in zip(weights, grads):
-                    p.grad = gradient
+                torch.autograd.grad(losses[0], weights, allow_unused=True)
+            elif way == "two losses":
+                losses[0].backward(retain_graph=True)
+                losses[-1].backward()
             else:
-                found[-1 if way == "one of two" else 0].backward()
+                losses[-1 if way == "one of two" else 0].backward()
             if self.draw.random() < 0.3:
                 self.disturb()
 
     def disturb(self):
         """Passes that are not trained, in the modes in which programs run them."""
         kind = self.draw.choice(
-            [
-                "reference",
-                "rollouts",
-                "dropped",
-                "kept",
-                "detached",
-                "evaluation",
-                "inference",
-            ]
+            ["no_grad", "inference", "evaluation", "dropped", "kept", "detached"]
         )
-        self.said.append(kind)
-        big = self.draw.choice([1.0, 5.0, 50.0])
-        if kind in ("reference", "rollouts"):
-            with torch.no_grad():
-                for _ in range(1 if kind == "reference" else 3):
-                    self.forward(self.batch(), trained=False, factor=big)
-        elif kind == "inference":
-            with torch.inference_mode():
-                self.forward(self.batch(), trained=False, factor=big)
-        elif kind == "evaluation":
-            mode = self.model.training
+        factor, is_training = self.draw.choice([1.0, 5.0, 50.0]), self.model.training
+        if kind == "evaluation":
             self.model.eval()
-            with (
-                torch.no_grad()
-                if self.draw.random() < 0.5
-                else contextlib.nullcontext()
-            ):
-                self.forward(self.batch(), trained=False, factor=big)
-            self.model.train(mode)
-        else:
-            out = self.forward(self.batch(), trained=False, factor=big)
-            if kind == "kept":
-                self.kept = out
-            elif kind == "detached":
-                self.kept = [loss.detach() for loss in losses(self.model, out)]
+        with (
+            torch.inference_mode(kind == "inference"),
+            torch.set_grad_enabled(kind not in ("no_grad", "inference")),
+        ):
+            for _ in range(self.draw.choice([1, 3])):
+                losses = self.forward(OTHERS, factor)
+        self.model.train(is_training)
+        if kind in ("kept", "detached"):
+            self.kept = [x.detach() if kind == "detached" else x for x in losses]
 
     def step(self):
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        if self.closure:
-            self.said.append("closure")
-            if self.draw.random() < 0.5:
-                self.disturb()
-
-            def again():
-                self.train()
-                return 0.0
-
-            self.optimizers[0].step(again)
+        for _ in range(self.draw.choice([0, 0, 1, 2])):
+            self.disturb()
+        if self.has_closure:
+            self.optimizers[0].step(self.train)
         else:
-            for _ in range(self.draw.choice([0, 0, 1, 2])):
-                self.disturb()
             self.train()
-            for _ in range(self.draw.choice([0, 0, 1])):
+            if self.draw.random() < 0.3:
                 self.disturb()
             if self.draw.random() < 0.1:  # as a GradScaler does after an overflow
-                self.said.append("skipped")
-                return self.step()
+                self.step()
+                return
             for optimizer in self.optimizers:
                 optimizer.step()
-        self.right.append((self.trained, self.others))
-        self.trained, self.others = self.nothing(), self.nothing()
-        return None
-
-    def run(self, steps=3):
-        for _ in range(steps):
-            self.step()
-
-    def __str__(self):
-        return (
-            f"form {self.model.form}, checkpoints {self.repeat}, training {self.model.training}, frozen {self.frozen}, "
-            f"two optimizers {self.two}: {self.said}"
-        )
+        self.right.append(self.tops)
+        self.tops = self.nothing()
 
 
 class Samples(qkeel.monitor.Sink):
-    """Keeps every sample."""
-
-    def __init__(self):
-        self.samples: list[Any] = []
+    """Keeps the largest logits of every sample, by phase and step."""
 
     def open(self, about):
-        pass
+        self.tops = {}
 
     def write(self, sample):
-        self.samples.append(sample)
+        self.tops[sample.phase, int(sample.step)] = sample.heads["max_logit"]
 
     def alarm(self, alarm):
         pass
@@ -289,72 +187,41 @@ class Samples(qkeel.monitor.Sink):
         pass
 
 
-def watch_differences(seed):
-    """What the records of a watched program say that is not so, each in a sentence."""
-    program, kept = Program(seed), Samples()
+def check_records(seed):
+    """A watched program has a record of each role in each step that had such passes, with their largest logits."""
+    program, samples = Program(seed), Samples()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        optimizer: Any = program.optimizers if program.two else program.optimizers[0]
-        with qkeel.watch(program.model, optimizer, sinks=kept, rules=()):
-            program.run()
-    wrong = []
-    for phase, which in (("train", 0), ("eval", 1)):
-        samples = {
-            int(s.step): s.heads["max_logit"] for s in kept.samples if s.phase == phase
-        }
-        for step, tops in enumerate(program.right):
-            top = tops[which]
-            if (top == ABSENT).all():
-                if step in samples:
-                    wrong.append(f"step {step}: a record of {phase}, where no pass was")
-            elif step not in samples:
-                wrong.append(f"step {step}: no record of {phase}")
-            elif not np.allclose(samples[step], top, rtol=1e-4, atol=1e-6):
-                wrong.append(
-                    f"step {step}, {phase}: right {top.tolist()}, qkeel {samples[step].tolist()}"
-                )
-    return [f"seed {seed}, {program}: {text}" for text in wrong]
+        with qkeel.watch(program.model, program.optimizers, sinks=samples, rules=()):
+            for _ in range(STEPS):
+                program.step()
+    right = {
+        (phase, step): program.right[step][role]
+        for role, phase in enumerate(("train", "eval"))
+        for step in range(STEPS)
+        if np.isfinite(program.right[step][role]).all()
+    }
+    assert samples.tops.keys() == right.keys()
+    for place, top in right.items():
+        assert_allclose(samples.tops[place], top, rtol=1e-4, atol=1e-6)
 
 
-def clip_differences(seed):
-    """What qk_clip did in a program that is not what its trained passes ask for."""
-    program, threshold = Program(seed), 1.5
-    if program.frozen:
-        return []
-    model = program.model
+def check_clip(seed):
+    """qk_clip scales the weights of each head by what the trained passes of a step ask for."""
+    program = Program(seed)
+    if program.is_frozen:
+        return
+    weights = [(block.q.weight, block.k.weight) for block in program.model.blocks]
+    remedy, x = f"qk_clip:threshold={THRESHOLD},groups=group", torch.randn(1, 4, WIDTH)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        optimizer: Any = program.optimizers if program.two else program.optimizers[0]
-        x = torch.randn(1, 4, WIDTH)
-        qkeel.apply(
-            program.model,
-            "qk_clip",
-            optimizer,
-            batch=x,
-            threshold=threshold,
-            groups="group",
-        )
-        wrong = []
-        for step in range(3):
-            weights = [
-                [f.weight.detach().clone() for f in (block.q, block.k)]
-                for block in model.blocks
-            ]
+        qkeel.apply(program.model, remedy, program.optimizers, batch=x)
+        for _ in range(STEPS):
+            before = [[w.detach().clone() for w in pair] for pair in weights]
             program.step()
-            top = program.right[-1][0]
-            for i, block in enumerate(model.blocks):
-                gamma = torch.tensor(
-                    np.where(top[i] > threshold, threshold / top[i], 1.0)
-                )
-                for old, layer in zip(weights[i], (block.q, block.k)):
-                    right = (
-                        old.double().unflatten(0, (HEADS, -1))
-                        * gamma.sqrt()[:, None, None]
-                    )
-                    if not torch.allclose(
-                        layer.weight.double(), right.flatten(0, 1), rtol=1e-4
-                    ):
-                        wrong.append(
-                            f"step {step}, layer {i}: factors {gamma.sqrt().tolist()} were not applied"
-                        )
-    return [f"seed {seed}, {program}: {text}" for text in wrong]
+            gamma = torch.from_numpy(THRESHOLD / program.right[-1][TRAINED])
+            gamma = torch.where(gamma > 0, gamma, 1.0).clamp(max=1)
+            for pair, old, factors in zip(weights, before, gamma):
+                rows = factors.sqrt().repeat_interleave(WIDTH // HEADS)[:, None]
+                for w, was in zip(pair, old):
+                    assert_close(w.double(), was.double() * rows, rtol=1e-4, atol=1e-8)

@@ -1,9 +1,5 @@
 """Made-up samples, alarms and descriptions of what is watched."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 
 from qkeel.monitor import Alarm, Sample, Severity
@@ -27,7 +23,7 @@ def sample(step, *, phase="train", **heads):
 
 
 def alarm(severity=Severity.ALARM, step=10, **rest):
-    made: dict[str, Any] = {
+    made = {
         "rule": "ceiling 1000",
         "value": 1200.0,
         "meaning": "max logit 1,200 is over 1,000",

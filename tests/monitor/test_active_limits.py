@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import torch
+from tests.training import sgd, step
 
 import qkeel
 from qkeel.frames.run_verdict import judge_run
@@ -66,11 +67,10 @@ def test_a_cap_bounds_what_enters_the_softmax_and_how_far_it_may_grow():
 
 def test_the_active_remedy_is_named_in_advice_and_description(tmp_path):
     model = qkeel.nn.Attention(d_model=8, n_heads=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     handle = qkeel.apply(model, "qk_clip:threshold=100,steps=matched", optimizer)
     with qkeel.watch(model, optimizer, sinks=tmp_path / "run") as monitor:
-        model(torch.randn(2, 5, 8)).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, torch.randn(2, 5, 8))
         text = "qk_clip:steps=matched,threshold=100"
         assert logit_limits(monitor.sites) == {"": LogitLimit(100.0, text)}
         advice = hold(model, monitor.sites)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.monitor.test_changes import Attention
+from tests.training import sgd
 
 import qkeel
 from qkeel.monitor import Adaptive, Every, LogSpaced
@@ -13,7 +14,7 @@ def measured(jump, steps, every):
     """The measured steps of a run whose logits grow 25-fold at one step and stay as they are otherwise."""
     torch.manual_seed(0)
     model = Attention()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     x = 4 * torch.randn(2, 8, 16)
     with qkeel.watch(model, optimizer, every=every) as monitor:
         for step in range(steps):
@@ -60,7 +61,7 @@ def test_a_cadence_is_a_number_or_an_object_and_says_so_otherwise():
             cadence(bad)
     for kind in (True, 2.0, "10"):
         with pytest.raises(TypeError, match="whole number"):
-            cadence(kind)  # type: ignore[arg-type]
+            cadence(kind)
     with pytest.raises(ValueError, match="least <= most"):
         Adaptive(least=9, most=3)
     with pytest.raises(ValueError, match="above 0"):

@@ -1,7 +1,5 @@
 """No constant on the logits moves a verdict, by whatever way it comes, at either level of statistics."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random
@@ -11,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.attention import Attention
+from tests.training import sgd, step
 from torch import nn
 
 import qkeel
 from qkeel.autopilot import Action, Ladder, Records, SiteFacts
 from qkeel.frames.run_verdict import judge_run
-from qkeel.monitor import History, replay
+from qkeel.monitor import Ceiling, History, replay
 from qkeel.records import Heads
 from qkeel.spec import ALiBi, AttentionSpec, LogN, RMSNorm, Rope, SlidingWindow, Softcap
 
@@ -73,11 +72,10 @@ class Shifted(Attention):
 
 
 def alarms_of(model, x, stats):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with qkeel.watch(model, optimizer, stats=stats) as monitor:
         for _ in range(2):
-            model(x).square().mean().backward()
-            optimizer.step()
+            step(model, optimizer, x)
     spread = float(monitor.sample.heads["logit_spread"].max())
     return spread, sorted(alarm.rule for alarm in monitor.alarms)
 
@@ -139,7 +137,10 @@ def records(spread, top):
     ("spread", "top", "lines"),
     [
         (1500.0, 1400.0, ["qk_clip"]),
-        # A clip would scale by what the constant makes up, or not at all.
+        # A clip leaves 2 nats, and 75, although a constant makes up most of the logit or lowers it.
+        (1500.0, 1e4, ["qk_clip"]),
+        (1500.0, 300.0, ["qk_clip"]),
+        # A clip would leave less than a nat, or nothing to do.
         (1500.0, 1e5, ["lalr"]),
         (1500.0, -1e5, ["lalr"]),
         (3.0, 1e5, []),
@@ -147,7 +148,7 @@ def records(spread, top):
         (None, 1500.0, ["qk_clip"]),
     ],
 )
-def test_the_line_fits_a_head_with_a_constant(spread, top, lines):
+def test_the_line_and_the_autopilot_fit_a_head_with_a_constant(spread, top, lines):
     history = records(spread, top)
     alarms = [x for x in replay(history) if x.rule == "ceiling 1000"]
     assert [x.remedy.partition('"')[2].partition(":")[0] for x in alarms] == lines
@@ -159,3 +160,14 @@ def test_the_line_fits_a_head_with_a_constant(spread, top, lines):
     taken = [x.action for x in decisions if x.action is not Action.WATCH]
     names = {"qk_clip": Action.CLIP, "lalr": Action.RATES}
     assert taken == [names[line] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("top", "acts"), [(1400.0, True), (1550.0, True), (3e3, False), (-900.0, False)]
+)
+def test_a_cap_is_proposed_where_it_leaves_a_spread(top, acts):
+    # From it to 1,500 nats below it, 50 tanh(z / 50) leaves 50 nats or more, or none.
+    rule = Ceiling(threshold=1000.0, remedy='qkeel.apply(model, "softcap:cap=50")')
+    (alarm,) = replay(records(1500.0, top), [rule])
+    assert ("softcap" in alarm.remedy) is acts
+    assert ('group["lr"] *= 0.1' in alarm.remedy) is not acts

@@ -1,15 +1,13 @@
 """Token classes of cross-attention: the weight that queries give to padded text."""
 
-from __future__ import annotations
-
 import random
 import re
-import warnings
 
 import numpy as np
 import pytest
 import torch
-from tests.attention import Attention, scores
+from tests.attention import Attention, from_heads, scores
+from tests.training import warned
 from torch import nn
 
 import qkeel
@@ -29,7 +27,7 @@ class Cross(Attention):
             z if mask is None else z.masked_fill(~mask, -torch.inf)
         ).softmax(-1)
         out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return out.transpose(1, 2).flatten(2)
+        return from_heads(out)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -56,15 +54,14 @@ def test_weight_on_padding_is_that_of_float64_or_the_pair_is_asked_for(
     assert mass[0] == pytest.approx(right.numpy(), abs=1e-6)
 
     with (
-        warnings.catch_warnings(record=True) as caught,
+        warned() as caught,
         qkeel.watch(model, classes=Classes(of_keys, NAMES)) as monitor,
     ):
-        warnings.simplefilter("always")
         model(x, text, present).sum().backward()
     # The last tokens of the text are not the queries.
     assert not [name for name in monitor.sample.heads if "class_mass" in name]
     # What is proposed is right when it is typed.
-    (said,) = re.findall(r"monitor\.(Classes\(\(.*\)), names=", str(caught[-1].message))
+    (said,) = re.findall(r"monitor\.(Classes\(\(.*\)), names=", caught[-1])
     line = f"{said}, names=NAMES)"
     proposed = eval(line, {**globals(), "classes_of_keys": of_keys})
     with qkeel.watch(model, classes=proposed) as monitor:

@@ -1,15 +1,12 @@
 """What a monitor worries about without being told to: the rules that fit what it sees."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 from tests import forked
 from tests.attention import Attention as Foreign
 from tests.attention import Joint, fused, written
 from tests.contract.watch.small import batch, small
+from tests.training import adamw, sgd
 from torch import nn
 
 import qkeel
@@ -75,7 +72,7 @@ def test_a_norm_that_is_seen_is_held_to_the_bound_of_its_gains():
 
 def test_logits_that_are_no_numbers_are_critical_and_name_the_first_layer():
     model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     said = pytest.warns(
         AlarmWarning, match=r"blocks\.1: .*in a weight: blocks\.1\.q\.weight"
     )
@@ -94,7 +91,6 @@ def test_logits_that_are_no_numbers_are_critical_and_name_the_first_layer():
     assert alarm.cause == "numbers of attention are NaN or infinite"
     assert "look at the batch" in alarm.remedy
     series = monitor.history.series("non_finite")
-    assert series is not None
     assert series.tolist() == [[[0, 0], [0, 0]], [[0, 0], [0, 0]], [[0, 0], [1, 0]]]
 
 
@@ -139,7 +135,7 @@ def frozen():
     return model
 
 
-KINDS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+KINDS = {
     "plain": (lambda: qkeel.nn.Attention(8, 2), "qk_clip:threshold=15,steps=matched"),
     "grouped": (
         lambda: qkeel.nn.Attention(8, 2, n_kv_heads=1),
@@ -176,7 +172,7 @@ def test_the_line_of_every_alarm_can_be_pasted_for_every_kind_of_model():
     for kind, (make, expected) in KINDS.items():
         model = make()
         x = batch(0).to(next(model.parameters()).dtype)
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = adamw(model)
         with watch(model, optimizer, rules=[]) as monitor:
             model(x).square().mean().backward()
             optimizer.step()
@@ -190,7 +186,7 @@ def test_the_line_of_every_alarm_can_be_pasted_for_every_kind_of_model():
         ):
             run.add(line)
             fresh = make()
-            optimizer = torch.optim.AdamW(fresh.parameters())
+            optimizer = adamw(fresh)
             with watch(
                 fresh, optimizer, rules=[]
             ):  # the script is watched when a line is pasted into it

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.attention import Joint
+from tests.attention import Joint, from_heads
+from tests.training import sgd, warned
 from torch import Tensor, nn
 
 from qkeel import watch
@@ -41,7 +41,7 @@ class Layer(Joint):
             z = q @ k.mT * scale
             z = cap * torch.tanh(z / cap) if cap else z
             y = weights(z, mask) @ v
-        return x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.o(from_heads(y))
 
 
 class Program(nn.Module):
@@ -52,9 +52,7 @@ class Program(nn.Module):
         self.embed, self.config, self.sees = nn.Embedding(9, WIDTH), config, sees
         self.layers = nn.ModuleList([Layer() for _ in range(2)])
         self.fused, self.scale, self.cap, self.passes = True, WIDTH**-0.5, 0.0, 0
-        self.weights: Callable[[Tensor, Tensor], Tensor] = lambda z, mask: (
-            z.masked_fill(~mask, -torch.inf).softmax(-1)
-        )
+        self.weights = lambda z, mask: z.masked_fill(~mask, -torch.inf).softmax(-1)
 
     def forward(
         self,
@@ -108,7 +106,7 @@ Kind = tuple[
 ]
 CAP, SCALE = Config(attn_logit_softcapping=20.0), Config(query_pre_attn_scalar=4.0)
 PACKED, PADDED = {"position_ids": POSITIONS}, {"attention_mask": PADDING}
-KINDS: dict[str, Kind] = {
+KINDS = {
     "later keys": (everything, causal, Config(), {}, "sees later keys"),
     "an inverted mask": (inverted, causal, Config(), {}, "its mask is inverted"),
     "documents": (causal, isolated, Config(), PACKED, "documents of the packed"),
@@ -133,16 +131,14 @@ KINDS: dict[str, Kind] = {
 
 
 def said(program, kwargs, steps=2):
-    optimizer = torch.optim.SGD(program.parameters(), 1e-3)
+    optimizer = sgd(program, 0.001)
     draw = torch.Generator().manual_seed(0)
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter("always")
-        with watch(program, optimizer):
-            for _ in range(steps):
-                tokens = torch.randint(9, (2, T), generator=draw)
-                program(tokens, **kwargs).square().mean().backward()
-                optimizer.step()
-    return [str(x.message) for x in messages if "first measured pass" in str(x.message)]
+    with warned() as messages, watch(program, optimizer):
+        for _ in range(steps):
+            tokens = torch.randint(9, (2, T), generator=draw)
+            program(tokens, **kwargs).square().mean().backward()
+            optimizer.step()
+    return [text for text in messages if "first measured pass" in text]
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -197,7 +193,7 @@ def test_a_fault_in_the_look_leaves_the_watch_on(
 
     monkeypatch.setattr("qkeel.monitor.first_look.seen_keys", fail)
     program = Program(causal, Config())
-    optimizer = torch.optim.SGD(program.parameters(), 1e-3)
+    optimizer = sgd(program, 0.001)
     monitor = watch(program, optimizer)
     with pytest.warns(QkeelWarning, match="is left out"):
         loss = program(torch.randint(9, (2, T))).square().mean()

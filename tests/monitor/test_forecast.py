@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.monitor import PlannedRates
@@ -15,7 +16,6 @@ STEPS = np.arange(1.0, 201.0)
 @pytest.mark.parametrize("exponent", [0.3, 1.0, 2.5])
 def test_an_exact_power_law_is_forecast_exactly(exponent):
     ahead = forecast(STEPS, 7 * STEPS**exponent, 7 * 400.0**exponent)
-    assert ahead is not None
     assert ahead.exponent == pytest.approx(exponent)
     assert ahead.step == pytest.approx(400)
     assert 200 <= ahead.low < 400 < ahead.high
@@ -26,8 +26,6 @@ def test_the_clock_takes_out_a_warm_up():
     ticks = clock(STEPS, rates)
     ahead = forecast(STEPS, 3 * ticks**0.8, 3 * (ticks[-1] + 150) ** 0.8, rates=rates)
     bent = forecast(STEPS, 3 * ticks**0.8, 3 * (ticks[-1] + 150) ** 0.8)
-    assert ahead is not None
-    assert bent is not None
     assert ahead.step == pytest.approx(350)
     assert abs(bent.step - 350) > 20
 
@@ -46,7 +44,6 @@ def test_a_hole_in_the_record_is_left_out():
     values = STEPS.copy()
     values[50:60] = np.nan
     ahead = forecast(STEPS, values, 400.0)
-    assert ahead is not None
     assert ahead.step == pytest.approx(400)
 
 
@@ -81,19 +78,15 @@ def test_a_schedule_is_followed_to_the_step_and_to_its_end():
     seen = slice(0, 200)
     given = {"rates": COSINE[seen], "planned": planned}
     ahead = forecast(STEPS, value[seen], value[299], **given)
-    assert ahead is not None
     assert ahead.step == pytest.approx(300)
     assert 200 <= ahead.low < 300 < ahead.high
     assert ahead.end == 500
     late = forecast(STEPS, value[seen], value[-1] * 1.01, **given)
-    assert late is not None
     assert late.step == late.high == math.inf
     assert 200 <= late.low < 500
     never = forecast(STEPS, value[seen], value[-1] * 1000, **given)
-    assert never is not None
     assert never.low == math.inf
     blind = forecast(STEPS, value[seen], value[299], rates=COSINE[seen])
-    assert blind is not None
     assert blind.end is None
     assert blind.step < 290  # the rate falls, and it did not know
 
@@ -116,8 +109,6 @@ def test_a_plan_the_run_does_not_follow_is_left_aside():
         rates=np.full(200, 0.1),
         planned=PlannedRates.of(np.full(900, 0.1)),
     )
-    assert steady is not None
-    assert agreed is not None
     assert agreed.step == pytest.approx(steady.step)
     assert agreed.high == pytest.approx(steady.high)
 
@@ -138,7 +129,7 @@ def test_a_rate_read_before_or_after_the_scheduler_moved_is_of_the_plan():
 
 def test_the_clock_of_a_plan_is_read_both_ways():
     planned = PlannedRates.of(lambda step: 0.1 * step, steps=4)
-    np.testing.assert_allclose(planned.clock, [0, 0.1, 0.3, 0.6, 1.0])
+    assert_allclose(planned.clock, [0, 0.1, 0.3, 0.6, 1.0])
     assert [planned.when(tick) for tick in (0.0, 0.1, 0.45, 1.0)] == pytest.approx(
         [0, 1, 2.5, 4]
     )

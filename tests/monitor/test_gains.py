@@ -3,6 +3,8 @@
 import pytest
 import torch
 import transformers
+from tests.attention import to_heads
+from tests.drawing import randint, randn
 from tests.quick import one_in
 from torch import nn
 from torch.nn import functional as F
@@ -37,7 +39,7 @@ MODELS = {
         },
     ),
 }
-TOKENS = torch.randint(0, 11, (2, 9), generator=torch.Generator().manual_seed(0))
+TOKENS = randint(0, 11, (2, 9), seed=0)
 
 
 def built(name, attention="sdpa"):
@@ -78,9 +80,7 @@ def aim(
     places,
 ):
     """Query head h and its key head of every token lie along one dimension, with one sign: places[h] = (q, k)."""
-    direction = 100 * torch.randn(
-        query.in_features, generator=torch.Generator().manual_seed(2)
-    )
+    direction = 100 * randn(query.in_features, seed=2)
     query.weight.zero_()
     key.weight.zero_()
     for h, (at_q, at_k) in enumerate(places):
@@ -143,7 +143,7 @@ class Written(nn.Module):
         self.norm = norm
 
     def normed(self, x):
-        x = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        x = to_heads(x, 2, 8)
         if self.norm == "l2":
             return F.normalize(x, dim=-1) * self.gain
         if self.norm == "l2 by hand, times √d":
@@ -156,7 +156,7 @@ class Written(nn.Module):
         q, k, v = (
             self.normed(self.q(x)),
             self.normed(self.k(x)),
-            self.v(x).unflatten(-1, (2, 8)).transpose(1, 2),
+            to_heads(self.v(x), 2, 8),
         )
         return (0.5 * (q @ k.mT)).softmax(-1) @ v
 

@@ -1,11 +1,10 @@
 """Types of layers: in the table, the records, the page, the trackers' keys, explain, and the thresholds of rules."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
-from tests.attention import Attention, later
+from tests.attention import Attention, from_heads, later
+from tests.training import sgd, step
 from torch import nn
 
 import qkeel
@@ -33,7 +32,7 @@ class Layer(Attention):
         out = nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None and other is None
         )
-        return x + out.transpose(1, 2).flatten(2)
+        return x + from_heads(out)
 
 
 class Mixed(nn.Module):
@@ -60,12 +59,10 @@ TYPES = dict(zip(NAMES, ("full", "window", "latent", "cross")))
 
 def watched(**options):
     model = Mixed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = sgd(model, 0.001)
     with qkeel.watch(model, optimizer, **options) as monitor:
         for _ in range(3):
-            model(torch.randn(2, T, 32)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(model, optimizer, torch.randn(2, T, 32))
     return model, monitor
 
 
@@ -151,7 +148,6 @@ def test_a_ceiling_by_type_judges_each_layer_by_its_own():
     rule = Ceiling(threshold={"full": 100.0, "window": 50.0})
     assert rule.name == "ceiling full=100,window=50"
     alarm = rule.check(one)
-    assert alarm is not None
     assert (alarm.layer, alarm.head, alarm.value, alarm.rule) == (
         "h.1",
         0,
@@ -160,12 +156,12 @@ def test_a_ceiling_by_type_judges_each_layer_by_its_own():
     )
     assert "over 50" in alarm.meaning
     assert "window layers" in alarm.meaning
-    assert Ceiling(threshold={"full": 80.0}).check(one).layer == "h.0"  # type: ignore[union-attr]
+    assert Ceiling(threshold={"full": 80.0}).check(one).layer == "h.0"
     assert (
         Ceiling(threshold={"full": 100.0, "window": 70.0}).check(one) is None
     )  # other types are left out
     assert Ceiling(threshold={"latent": 0.0}).check(one) is None
-    assert Ceiling(threshold=100.0).check(one).layer == "h.2"  # type: ignore[union-attr]
+    assert Ceiling(threshold=100.0).check(one).layer == "h.2"
     assert len(replay(one, [rule])) == 1
 
 

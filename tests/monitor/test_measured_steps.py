@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from tests.contract.watch.small import batch, small, train
+from tests.training import adamw
 
 from qkeel import watch
 from qkeel.errors import QkeelWarning
@@ -33,7 +34,7 @@ def test_the_last_step_of_a_plan_is_measured_and_one_that_is_asked_for():
 def test_a_step_that_was_skipped_counts_for_the_next_one():
     """As a GradScaler skips it: the optimizer is not called, and the trainer's own count goes on."""
     model = small()
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = adamw(model)
     with watch(model, optimizer, every=3) as monitor:
         for step in range(5):
             monitor.steps = max(monitor.steps, step)
@@ -65,7 +66,7 @@ def test_an_optimizer_that_only_counts_the_steps_of_others_counts_them_here_too(
     each = {p: torch.optim.SGD([p], lr=1e-2) for p in model.parameters()}
     for p in each:
         p.register_post_accumulate_grad_hook(lambda p: each[p].step())
-    optimizer = StepsInBackward(each)  # type: ignore[arg-type]
+    optimizer = StepsInBackward(each)
     with pytest.warns(QkeelWarning, match="updated in the backward pass"):
         monitor = watch(model, optimizer)
     for step in range(3):

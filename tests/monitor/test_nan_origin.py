@@ -5,6 +5,8 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import from_heads, to_heads
+from tests.training import adamw, sgd
 from torch import nn
 
 from qkeel import watch
@@ -21,10 +23,7 @@ class Attention(nn.Module):
         self.hurt, self.fused = "", False
 
     def forward(self, x, mask):
-        q, k, v = (
-            layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
+        q, k, v = (to_heads(layer(x), HEADS, -1) for layer in (self.q, self.k, self.v))
         if self.hurt == "empty rows":
             mask = mask.repeat(len(x), 1, 1, 1)
             mask[0, :, 3] = False
@@ -34,7 +33,7 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         else:
             y = (q @ k.mT / 8**0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ v
-        return self.o(y.transpose(1, 2).flatten(2))
+        return self.o(from_heads(y))
 
 
 class RMSNorm(nn.Module):
@@ -182,7 +181,7 @@ def test_a_planted_origin_is_named(kind, seed):
     model, sentences = Model().train(), list[str]()
     for block in model.blocks:
         block.attention.fused = draw.random() < 0.5
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    optimizer = adamw(model, 0.001)
     passes = draw.randint(1, 3)
     with NanOrigin(model, [optimizer], sentences.append) as origin:
         step(model, optimizer, draw, "", passes)
@@ -200,7 +199,7 @@ def test_a_model_with_batch_statistics_and_dropout_is_made_again_as_it_was():
     model = nn.Sequential(
         nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)
     )
-    optimizer, sentences = torch.optim.SGD(model.parameters(), 0.1), list[str]()
+    optimizer, sentences = sgd(model), list[str]()
     with NanOrigin(model, [optimizer], sentences.append):
         output = model(torch.randn(6, 4))
         mean = model[1].running_mean.clone()
@@ -213,7 +212,7 @@ def test_a_model_with_batch_statistics_and_dropout_is_made_again_as_it_was():
 def test_the_second_of_two_optimizers_finds_the_passes_that_the_first_has_stepped_on():
     torch.manual_seed(0)
     model, sentences = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), list[str]()
-    first, second = (torch.optim.SGD(layer.parameters(), 0.1) for layer in model)
+    first, second = (sgd(layer) for layer in model)
     model[1].weight.register_hook(
         lambda grad: grad * torch.inf
     )  # the gradients of the first stay finite
@@ -229,7 +228,7 @@ def test_the_second_of_two_optimizers_finds_the_passes_that_the_first_has_steppe
 def test_watch_raises_the_origin_as_an_alarm():
     torch.manual_seed(0)
     model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    optimizer = adamw(model, 0.001)
     with watch(model, optimizer, nan=True, rules=[]) as monitor:
         step(model, optimizer, random.Random(0), "", 1)
         model.blocks[2].mlp.hurt = "mlp"

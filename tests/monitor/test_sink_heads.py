@@ -20,16 +20,8 @@ def by_hand(name, heads):
         return len(over) / len(known)
     if name == "sink_head_max":
         return max(known)
-    if name.startswith("entropy_head"):
-        return {"min": min, "max": max, "std": statistics.pstdev}[
-            name.rpartition("_")[2]
-        ](known)
-    if name.endswith("_std_ratio"):
-        return max(known) / statistics.fmean(known)
     if name.endswith("_ratio"):
-        return {"gate_max_ratio": max, "gate_min_ratio": min}[name](
-            known
-        ) / statistics.median(known)
+        return min(known) / statistics.median(known)
     return (
         math.fsum(over) / len(over) - math.fsum(under) / len(under)
         if over and under

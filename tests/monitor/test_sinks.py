@@ -5,7 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
-import torch
+from tests.training import sgd
 from torch import nn
 
 from qkeel import watch
@@ -116,7 +116,7 @@ def test_errors_say_what_to_do(tmp_path):
     with pytest.raises(
         InvalidTypeError, match="expected a path for the records, got int"
     ):
-        RunDirectorySink(3)  # type: ignore[arg-type]
+        RunDirectorySink(3)
     with pytest.raises(RunDirectoryError, match="call open"):
         RunDirectorySink(tmp_path / "watch").write(sample(0))
     (tmp_path / "file").write_text("")
@@ -168,7 +168,7 @@ def test_a_directory_is_claimed_by_its_first_file(tmp_path):
 def test_watching_does_not_begin_where_its_directory_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizer = sgd(model, lr=1e-3)
     with pytest.raises(RunDirectoryError, match="cannot create"):
         watch(model, optimizer, sinks=[tmp_path / "file" / "run"])
     watch(model, optimizer, sinks=[tmp_path / "file"]).close()

@@ -1,7 +1,5 @@
 """A watched model that runs inside gradient checkpointing trains as it does unwatched."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 from tests.attention import Joint, fused, written
+from tests.drawing import randn
+from tests.training import sgd
 from torch import Tensor, nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import qkeel
@@ -27,7 +28,7 @@ _SELECTIVE = functools.partial(
         _ATEN.view.default,
     ],
 )
-RUNS: dict[str, Run] = {
+RUNS = {
     "without reentry": functools.partial(checkpoint, use_reentrant=False),
     "with reentry": functools.partial(checkpoint, use_reentrant=True),
     "nested": lambda net, x: checkpoint(
@@ -74,9 +75,7 @@ def model(run=plainly):
 
 
 def batch(step):
-    return torch.randn(
-        2, 5, H * D, generator=torch.Generator().manual_seed(step)
-    ).requires_grad_()
+    return randn(2, 5, H * D, seed=step).requires_grad_()
 
 
 def gradients(net, run, step):
@@ -108,7 +107,7 @@ def test_a_checkpoint_recomputes_what_it_would_unwatched(whole, name):
             assert stats.keys() == others.keys()
             assert len(stats) == 2
             for site, s in stats.items():
-                torch.testing.assert_close(s.max_logit, others[site].max_logit)
+                assert_close(s.max_logit, others[site].max_logit)
                 assert torch.equal(s.n_queries, others[site].n_queries)
         assert [site.verified for site in monitor.sites] == [True, True]
 
@@ -130,7 +129,7 @@ def test_a_remedy_that_waits_for_the_next_pass_is_applied_inside_a_checkpoint(
     net, known = model(), model()
     found = []
     for one, example in ((net, None), (known, batch(0).detach())):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        optimizer = sgd(one)
         with qkeel.apply(one, spec, optimizer, batch=example):
             for step in range(3):
                 gradients(one, RUNS[name], step)
@@ -140,4 +139,4 @@ def test_a_remedy_that_waits_for_the_next_pass_is_applied_inside_a_checkpoint(
             )
     assert found[0].keys() == found[1].keys()
     for key, x in found[0].items():
-        torch.testing.assert_close(x, found[1][key], msg=key)
+        assert_close(x, found[1][key], msg=key)

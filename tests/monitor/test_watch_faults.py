@@ -5,6 +5,7 @@ import torch
 from tests.contract.watch.small import batch, train
 from tests.contract.watch.test_bad_input import Plain
 from tests.contract.watch.test_watch_faults import caught
+from tests.training import sgd, step
 from torch import nn
 
 from qkeel import watch
@@ -49,14 +50,13 @@ def test_attention_that_comes_after_the_first_record_is_told(
     build,
 ):
     model = Sometimes(build())
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    optimizer = sgd(model, 0.001)
     with watch(model, optimizer, every=1) as monitor:
 
         def steps(reached, n=2):
             model.reached = reached
             for _ in range(n):
-                model(torch.randn(2, 3, 16)).square().mean().backward()
-                optimizer.step()
+                step(model, optimizer, torch.randn(2, 3, 16))
 
         assert caught(lambda: steps(False))[1] == []
         (told,) = caught(lambda: steps(True, 20))[1]

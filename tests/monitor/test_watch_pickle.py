@@ -5,6 +5,7 @@ import pickle
 import pickletools
 
 import torch
+from tests.training import adamw
 from torch import nn
 
 import qkeel
@@ -35,7 +36,7 @@ def names(stored):
 
 def test_a_watched_model_is_stored_without_a_name_of_qkeel():
     net = model()
-    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer = adamw(net)
     with qkeel.watch(net, optimizer):
         step(net, optimizer)
         during, copied = pickle.dumps(net), copy.deepcopy(net)

@@ -1,16 +1,15 @@
 """What a monitor says is so: numbers against an oracle in float64, every pass counted once and where it belongs."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from tests.attention import Attention, later, written
+from numpy.testing import assert_allclose
+from tests.attention import Attention, later, to_heads, written
 from tests.contract.watch.small import batch, hooks, small
 from tests.contract.watch.test_bad_input import Plain
+from tests.training import adamw, sgd
 from torch import nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel import watch
@@ -18,12 +17,11 @@ from qkeel.errors import (
     AlreadyAppliedError,
     InvalidTypeError,
     InvalidValueError,
-    QkeelError,
     QkeelWarning,
 )
 from qkeel.functional.statistics import TENSORS
 from qkeel.monitor import Adaptive
-from qkeel.monitor.token_classes import MaskSource, query_mask_of
+from qkeel.monitor.token_classes import query_mask_of
 
 
 def step(model, optimizer, *seeds):
@@ -36,7 +34,7 @@ def step(model, optimizer, *seeds):
 
 def setup(**options):
     model = small()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model, 0.01)
     return model, optimizer, watch(model, optimizer, **options)
 
 
@@ -46,7 +44,7 @@ def counts(stats):
 
 def close(a, b):
     for field in TENSORS:
-        torch.testing.assert_close(
+        assert_close(
             getattr(a, field).double(), getattr(b, field).double(), rtol=1e-5, atol=1e-6
         )
 
@@ -95,7 +93,7 @@ def test_without_an_optimizer_each_training_pass_is_a_step(every, measured):
 def test_passes_without_a_step_of_the_watched_optimizer_are_no_silent_end():
     """The script made another optimizer after `watch`."""
     model, optimizer, monitor = setup()
-    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = sgd(model)
     del optimizer
     for i in range(3):
         model(batch(i)).sum().backward()
@@ -173,7 +171,7 @@ def test_padded_rows_count_nowhere(way, side, named):
     lengths = torch.tensor([6, 4, 1])
     mask = torch.arange(6) < lengths[:, None]
     mask = (mask.flip(1) if side == "left" else mask).long()
-    sources: dict[str, MaskSource] = {
+    sources = {
         "name": "attention_mask",
         "function": lambda x, attention_mask=None: attention_mask,
         "tensor": mask,
@@ -186,7 +184,7 @@ def test_padded_rows_count_nowhere(way, side, named):
     assert stats.n_pairs.tolist() == [21 + 10 + 1] * 2
     for name, value in expected.items():
         near = getattr(stats, name).double()
-        torch.testing.assert_close(near, value, rtol=2e-6, atol=2e-6)
+        assert_close(near, value, rtol=2e-6, atol=2e-6)
 
 
 def test_a_mask_of_numbers_that_are_added_to_scores_is_refused():
@@ -195,7 +193,7 @@ def test_a_mask_of_numbers_that_are_added_to_scores_is_refused():
         watch(Padded(), query_mask=mask)
     with pytest.raises(InvalidValueError, match="numbers below 0"):
         query_mask_of("mask", (), (), {"mask": mask})
-    assert torch.equal(query_mask_of(mask >= 0, (), (), {}), mask == 0)  # type: ignore[arg-type]
+    assert torch.equal(query_mask_of(mask >= 0, (), (), {}), mask == 0)
 
 
 # --- what is not a plain call ---------------------------------------------------------------------------------------
@@ -204,11 +202,11 @@ def test_a_mask_of_numbers_that_are_added_to_scores_is_refused():
 # --- bad arguments --------------------------------------------------------------------------------------------------
 
 MODEL = small()
-BAD: list[tuple[tuple[Any, ...], dict[str, Any], type[QkeelError], str]] = [
+BAD = [
     (("model",), {}, InvalidTypeError, "torch.nn.Module"),
     ((MODEL, "adam"), {}, InvalidTypeError, "Optimizer"),
     (
-        (MODEL, torch.optim.SGD(small().parameters())),
+        (MODEL, sgd(small(), lr=1e-3)),
         {},
         InvalidValueError,
         "any of the model's parameters",
@@ -240,7 +238,7 @@ def test_a_model_is_watched_once():
             torch.compile(model, backend="eager"),
         ):
             with pytest.raises(AlreadyAppliedError, match="already watched"):
-                watch(same)  # type: ignore[arg-type]
+                watch(same)
     watch(model).remove()
 
 
@@ -265,7 +263,7 @@ def test_a_pass_without_attention_among_others_is_no_fault():
             return x if skip else self.body(x)
 
     model = Sometimes()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with watch(model, optimizer) as monitor:
         for skip in (False, True, False):
             model(batch(0), skip)
@@ -296,7 +294,6 @@ def test_the_maxima_alone_are_those_of_everything_and_nothing_else_is_recorded(
             model(batch(1))
             table, tops = monitor.table(), monitor.history.series("max_logit")
             sample = monitor.sample
-            assert sample is not None
             found[stats] = (
                 {name: x for name, x in sample.heads.items() if not np.isnan(x).all()},
                 tops,
@@ -307,8 +304,8 @@ def test_the_maxima_alone_are_those_of_everything_and_nothing_else_is_recorded(
     assert alone == {"max_logit", "logit_spread"}
     for name in alone:
         values = [found[stats][0][name] for stats in ("max", True)]
-        np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(found["max"][1], found[True][1], rtol=1e-5, atol=1e-6)
+        assert_allclose(*values, rtol=1e-5, atol=1e-6)
+    assert_allclose(found["max"][1], found[True][1], rtol=1e-5, atol=1e-6)
 
 
 class Quantised(torch.Tensor):
@@ -351,7 +348,7 @@ def test_statistics_need_no_operator_of_quantised_weights(recwarn):
     optimizer = torch.optim.SGD([model.qkv.bias], 0.1)
     monitor = watch(model, optimizer, every=1)
     x = torch.randn(2, 5, 16)
-    q, k, _ = (y.unflatten(2, (4, 4)).transpose(1, 2) for y in model.qkv(x).chunk(3, 2))
+    q, k, _ = (to_heads(y, 4, 4) for y in model.qkv(x).chunk(3, 2))
     model(x).square().mean().backward()
     optimizer.step()
     assert not recwarn.list

@@ -1,13 +1,13 @@
 """The weights behind each head and what a step adds to them, as a watched step records them: against dense products."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from numpy.testing import assert_allclose
+from tests.training import adamw, sgd
 from torch import Tensor, nn
 
 import qkeel
@@ -76,7 +76,7 @@ def neox():
 
 def normed(gain):
     def make():
-        spec = AttentionSpec(norm=RMSNorm(gain=gain))  # type: ignore[arg-type]
+        spec = AttentionSpec(norm=RMSNorm(gain=gain))
         model = Attention(WIDTH, H, 2, spec=spec)
         for p in gains_of(model):
             p.data += torch.rand_like(p)
@@ -101,7 +101,7 @@ def with_gains(shift):
 
 
 Kind = tuple[Callable[[], nn.Module], Callable[[nn.Module], Dense], Tensor]
-KINDS: dict[str, Kind] = {
+KINDS = {
     "plain": (lambda: Attention(WIDTH, H), dense_attention, X),
     "grouped": (lambda: Attention(WIDTH, H, 2), dense_attention, X),
     "one key head": (lambda: Attention(WIDTH, H, 1, head_dim=4), dense_attention, X),
@@ -135,7 +135,7 @@ def test_a_steps_weights_are_those_of_the_dense_products(kind):
     make, dense, x = KINDS[kind]
     model = make().double()
     q, k = dense(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = adamw(model, 0.003)
     found = step(model, optimizer, x, "max+updates")
     new_q, new_k = dense(model)
     second = (new_q - q).mT @ k + q.mT @ (new_k - k)
@@ -149,20 +149,16 @@ def test_a_steps_weights_are_those_of_the_dense_products(kind):
             ("stable_rank", 1 / share[:, 0]),
             ("singular_entropy", entropy),
         ):
-            np.testing.assert_allclose(
-                found[f"{name}_{summary}"], value, rtol=1e-5, err_msg=name
-            )
+            assert_allclose(found[f"{name}_{summary}"], value, rtol=1e-5, err_msg=name)
     if gains_of(model):
         return  # its weights have norms without their gains
     spectral = torch.linalg.matrix_norm(q.mT @ k, 2)
-    np.testing.assert_allclose(found["qk_spectral_norm"], spectral, rtol=1e-6)
+    assert_allclose(found["qk_spectral_norm"], spectral, rtol=1e-6)
     if "mla" not in kind:
         for name, new, old in (("query", new_q, q), ("key", new_k, k)):
             size, moved = old.flatten(1).norm(dim=1), (new - old).flatten(1).norm(dim=1)
-            np.testing.assert_allclose(found[f"{name}_weight_norm"], size, rtol=1e-6)
-            np.testing.assert_allclose(
-                found[f"{name}_update_ratio"], moved / size, rtol=1e-6
-            )
+            assert_allclose(found[f"{name}_weight_norm"], size, rtol=1e-6)
+            assert_allclose(found[f"{name}_update_ratio"], moved / size, rtol=1e-6)
 
 
 @pytest.mark.parametrize("eps", [1e-6, None])
@@ -177,9 +173,7 @@ def test_gradients_are_root_mean_squares_over_a_heads_rows_and_over_eps(
     for p, gradient in zip(weights, (query, torch.full((4, 8), -2e-5))):
         p.register_hook(lambda _, gradient=gradient: gradient)
     optimizer = (
-        torch.optim.SGD(model.parameters(), lr=0.1)
-        if eps is None
-        else torch.optim.Adam(model.parameters(), eps=eps)
+        sgd(model) if eps is None else torch.optim.Adam(model.parameters(), eps=eps)
     )
     found = step(model, optimizer, torch.randn(1, 3, 8), "max")
     head = 8e-8 / 32**0.5
@@ -196,7 +190,7 @@ def test_weights_that_are_computed_from_stored_ones_have_gradients_alone():
     torch.manual_seed(0)
     model = nn.Sequential(Attention(WIDTH, H), Attention(WIDTH, H)).double()
     qkeel.apply(model[0], "sigma_reparam:init=one")
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = adamw(model)
     monitor = qkeel.watch(model, optimizer, stats="all+updates")
     model(X).square().sum().backward()
     with pytest.warns(UserWarning, match="not measured for 0: .* other weights"):
@@ -214,7 +208,7 @@ def test_weights_that_are_computed_from_stored_ones_have_gradients_alone():
 def test_the_change_by_a_step_is_not_measured_unless_it_is_named():
     torch.manual_seed(0)
     model = Decoder(DecoderConfig(vocab_size=11, d_model=16, n_layers=1, n_heads=2))
-    found = step(model, torch.optim.AdamW(model.parameters()), IDS, "all")
+    found = step(model, adamw(model), IDS, "all")
     assert "qk_spectral_norm" in found
     assert not {name for name in found if "delta" in name or "update" in name}
     with pytest.raises(InvalidValueError, match="optimizer"):
@@ -224,7 +218,7 @@ def test_the_change_by_a_step_is_not_measured_unless_it_is_named():
 def test_weights_that_are_exchanged_are_read_from_then_on():
     torch.manual_seed(0)
     model = nn.Sequential(*[Attention(WIDTH, H) for _ in range(2)]).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with qkeel.watch(model, optimizer, stats="all+updates") as monitor:
         for change in range(3):
             if change == 1:
@@ -237,14 +231,14 @@ def test_weights_that_are_exchanged_are_read_from_then_on():
             norms = monitor.sample.heads["query_weight_norm"]
             weights = [layer.q_proj.weight.unflatten(0, (H, -1)) for layer in model]
             expected = [x.detach().norm(dim=(1, 2)).tolist() for x in weights]
-            np.testing.assert_allclose(norms, expected, rtol=1e-6)
+            assert_allclose(norms, expected, rtol=1e-6)
 
 
 def test_a_layer_without_gradients_leaves_those_of_its_likes_as_they_are():
     torch.manual_seed(0)
     model = nn.Sequential(*[Attention(WIDTH, H) for _ in range(3)]).double()
     model[1].q_proj.weight.requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-6)
+    optimizer = adamw(model, eps=1e-06)
     with qkeel.watch(model, optimizer, stats="max") as monitor:
         model(X).square().sum().backward()
         optimizer.step()
@@ -254,7 +248,7 @@ def test_a_layer_without_gradients_leaves_those_of_its_likes_as_they_are():
             rms = np.full(H, np.nan)
             if p.grad is not None:
                 rms = p.grad.unflatten(0, (H, -1)).square().mean((1, 2)).sqrt()
-            np.testing.assert_allclose(record[f"{side}_grad_rms"][0, i], rms, rtol=1e-6)
+            assert_allclose(record[f"{side}_grad_rms"][0, i], rms, rtol=1e-6)
     over_eps = np.minimum(record["query_grad_rms"], record["key_grad_rms"]) / 1e-6
-    np.testing.assert_allclose(record["grad_over_eps"], over_eps, rtol=1e-6)
+    assert_allclose(record["grad_over_eps"], over_eps, rtol=1e-6)
     assert np.isnan(record["grad_over_eps"][0, 1]).all()

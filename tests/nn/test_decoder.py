@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from qkeel import preset
 from qkeel.errors import (
@@ -20,7 +21,7 @@ VOCAB = 101
 
 
 def make(**choices):
-    model = Decoder(DecoderConfig(vocab_size=VOCAB, **choices))  # type: ignore[arg-type]
+    model = Decoder(DecoderConfig(vocab_size=VOCAB, **choices))
     model.init_weights(torch.Generator().manual_seed(0))
     return model
 
@@ -77,7 +78,7 @@ def test_left_padding_leaves_the_logits_of_the_real_tokens_alone():
     tokens, padding = torch.randint(VOCAB, (2, 7)), torch.tensor([0, 3])[:, None]
     pos, real = (torch.arange(7) - padding).clamp_min(0), torch.arange(7) >= padding
     padded, alone = model(tokens, pos=pos, mask=real), model(tokens[1:, 3:])
-    torch.testing.assert_close(padded[1, 3:], alone[0], rtol=0, atol=1e-11)
+    assert_close(padded[1, 3:], alone[0], rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("attention", ["mha", "mla"])
@@ -122,7 +123,7 @@ def test_a_fused_embedding_maps_pixels_and_leaves_text_to_the_table():
     embedding = FusedEmbedding(table, pixels)
     out = embedding(torch.tensor([[0, 3, 4, 6]]))[0]
     assert torch.equal(out[:2], table.weight[[0, 3]])
-    torch.testing.assert_close(out[2:], pixels[[0, 2]] @ embedding.patch.weight.T)
+    assert_close(out[2:], pixels[[0, 2]] @ embedding.patch.weight.T)
     names = [name for name, _ in embedding.named_parameters()]
     assert names == ["weight", "patch.weight"]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.quick import one_in
 from torch import nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel import preset
@@ -96,7 +97,7 @@ def in_pieces(module, x, sizes, **options):
 
 
 def near(a, b, atol=1e-12):
-    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+    assert_close(a, b, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("spec", one_in(SPECS, 3), ids=str)
@@ -166,7 +167,7 @@ def test_a_decoder_decodes_and_its_statistics_are_those_of_the_keys_it_stands_fo
     )
     model, tokens = Decoder(config).double().eval(), torch.randint(11, (2, T))
     caches, calls = model.new_caches(), []
-    model.blocks[0].attention.observers.append(calls.append)  # type: ignore[union-attr]
+    model.blocks[0].attention.observers.append(calls.append)
     whole = model(tokens)
     near(model(tokens[:, :-1], caches=caches), whole[:, :-1], 1e-11)
     with Tap(model) as tap:
@@ -200,7 +201,7 @@ def test_a_token_takes_latent_and_rotated_key_and_one_number_per_head_under_a_no
     for h in range(H):
         plain = module.kv_down(x)[0] @ module.k_up.weight[h * 6 : h * 6 + 6].T
         squares = plain.square().sum(-1) + module.k_rope(x)[0].square().sum(-1)
-        near(inverse[0, h], 1 / (squares / 10 + 1e-6).sqrt())  # type: ignore[index]
+        near(inverse[0, h], 1 / (squares / 10 + 1e-6).sqrt())
 
 
 REFUSED = [
@@ -224,14 +225,14 @@ def test_what_a_latent_cannot_carry_is_refused_with_the_reason(spec, words):
     with pytest.raises(RefusedError, match=f"{words}.*; .*use "):
         module.new_cache()
     with pytest.raises(RefusedError, match="unbounded"):
-        RMSNorm(over="nope")  # type: ignore[arg-type]
+        RMSNorm(over="nope")
 
 
 @torch.no_grad()
 def test_a_latent_cache_of_another_kind_layer_or_norm_is_refused():
     module, x = make(SPECS[0]), torch.randn(2, 2, D, dtype=torch.float64)
     with pytest.raises(InvalidTypeError):
-        module(x, cache=KVCache())  # type: ignore[arg-type]
+        module(x, cache=KVCache())
     cache = module.new_cache(max_length=3)
     module(x, cache=cache)
     with pytest.raises(ShapeError, match="one LatentCache per layer and batch"):
@@ -240,7 +241,7 @@ def test_a_latent_cache_of_another_kind_layer_or_norm_is_refused():
         module(x, cache=cache)
     with qkeel.apply(module, "qk_norm"), pytest.raises(ShapeError, match="a new cache"):
         module(x[:, :1], cache=cache)
-    module.k_up = nn.Sequential(module.k_up)  # type: ignore[assignment]
+    module.k_up = nn.Sequential(module.k_up)
     with pytest.raises(RefusedError, match="merge adapters first"):
         module(x[:, :1], cache=cache)
     assert cache.length == 2

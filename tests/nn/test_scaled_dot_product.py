@@ -6,7 +6,10 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import from_heads
+from tests.training import sgd, step
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.kernels.attention import compiled as compiled_attention
@@ -59,7 +62,7 @@ def check(qkv, options, case=""):
     assert ours == refusal, case
     tolerance = TOLERANCES[qkv[0].dtype]
     for a, b in zip(theirs, found, strict=True):
-        torch.testing.assert_close(
+        assert_close(
             b, a, rtol=tolerance, atol=tolerance, equal_nan=True, msg=f"{case}"
         )
     return bool(refusal)
@@ -158,7 +161,7 @@ class Model(nn.Module):
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
         out = functional_attention(q, k, v, is_causal=True)
-        return self.out(out.transpose(1, 2).flatten(2))
+        return self.out(from_heads(out))
 
 
 def test_a_model_that_calls_it_is_watched_and_compiled_into_one_graph(
@@ -167,14 +170,13 @@ def test_a_model_that_calls_it_is_watched_and_compiled_into_one_graph(
     model, x = Model(), 3 * torch.randn(2, 11, 32)
     (site,) = qkeel.find_sites(model, x)
     assert (site.n_heads, site.verified) == (4, True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     with qkeel.watch(model, optimizer) as monitor:
         for _ in range(3):
-            model(x).square().sum().backward()
-            optimizer.step()
+            step(model, optimizer, x)
         assert monitor.active
         assert monitor.read()
     q = torch.randn(1, 2, 16, 8)
     compiled = torch.compile(functional_attention, backend="eager", fullgraph=True)
     out = functional_attention(q, q, q, is_causal=True)
-    torch.testing.assert_close(compiled(q, q, q, is_causal=True), out)
+    assert_close(compiled(q, q, q, is_causal=True), out)

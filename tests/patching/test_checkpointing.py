@@ -1,7 +1,5 @@
 """What stands in torch.utils.checkpoint's names while a search runs is for the thread that searches alone."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -27,7 +25,7 @@ def gradient(reentrant):
 
 
 def in_a_thread(act):
-    errors: list[BaseException] = []
+    errors = []
 
     def run():
         try:

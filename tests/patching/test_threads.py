@@ -1,12 +1,9 @@
 """A watched model that several threads call at once: passes that overlap are not measured, and one warning says so."""
 
-from __future__ import annotations
-
 import threading
 import time
 import warnings
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +20,7 @@ class Gated(nn.Module):
     def __init__(self, own):
         super().__init__()
         torch.manual_seed(0)
-        self.attention: Any = (
+        self.attention = (
             qkeel.nn.Attention(32, 4)
             if own
             else nn.MultiheadAttention(32, 4, batch_first=True)
@@ -55,7 +52,7 @@ def test_the_pass_that_began_first_is_measured_alone(own):
     expected = largest(model, a)
     assert largest(model, b) != expected
     inside, over = threading.Event(), threading.Event()
-    modes: dict[str, object] = {}
+    modes = {}
 
     def first():
         model.gates.gate = lambda: (inside.set(), over.wait(60))

@@ -1,27 +1,23 @@
 """What processes record whose weights are flat pieces between their passes, as FullyShardedDataParallel keeps them."""
 
-from __future__ import annotations
-
 import functools
 import pickle
 import traceback
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.contract.processes.watching import loss_of, passes, trained
 from tests.contract.processes.wrapped import BATCH, batch, llama
+from tests.training import adamw
 from torch import distributed as dist
-from torch import nn
 
 import qkeel
 from qkeel.errors import RefusedError
 
 ON_STEPS = ("lalr", "qk_clip", "qk_lr:factor=0.5", "frozen_qk", "qk_weight_decay")
 # By name: options of the wrapper, and whether each block is wrapped for itself.
-SETUPS: dict[str, tuple[dict[str, Any], bool]] = {
+SETUPS = {
     "blocks": ({"use_orig_params": True}, True),
     "blocks, flat": ({"use_orig_params": False}, True),
     "whole": ({"use_orig_params": True}, False),
@@ -32,7 +28,7 @@ SETUPS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-def wrapped(name: str) -> nn.Module:
+def wrapped(name):
     """The small Llama, as the setup wraps it."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         apply_activation_checkpointing,
@@ -55,17 +51,17 @@ def wrapped(name: str) -> nn.Module:
     return flat
 
 
-def part(step: int) -> torch.Tensor:
+def part(step):
     """The sequences of this process."""
     return batch(step).chunk(2)[dist.get_rank()]
 
 
-def step_of(name: str) -> Any:
+def step_of(name):
     """The passes and the step of a setup."""
     if name != "no_sync":
         return passes(name, part)
 
-    def accumulated(model: Any, optimizer: torch.optim.Optimizer, step: int) -> float:
+    def accumulated(model, optimizer, step):
         total = 0.0
         for last in (False, True):
             with nullcontext() if last else model.no_sync():
@@ -79,12 +75,12 @@ def step_of(name: str) -> Any:
     return accumulated
 
 
-def watched(folder: Path, name: str) -> None:
+def watched(folder, name):
     """Leaves what this process has recorded, or the error, in a file; a watched step changes no bit."""
     try:
         plain, model = wrapped(name), wrapped(name)
         before = trained(plain, step_of(name), False)
-        seen: Any = trained(model, step_of(name), True)
+        seen = trained(model, step_of(name), True)
         assert seen.losses == before.losses, "watching changed a loss"
         assert seen.collectives == before.collectives, "watching added collectives"
         for a, b in zip(model.parameters(), plain.parameters(), strict=True):
@@ -95,12 +91,12 @@ def watched(folder: Path, name: str) -> None:
     path.write_bytes(pickle.dumps(seen))
 
 
-def refusals() -> None:
+def refusals():
     """Remedies that act on steps are refused before and after the wrapping; the model trains on."""
     tokens = torch.zeros(BATCH, 4, dtype=torch.long)
     for remedy in ON_STEPS:
         flat = wrapped("blocks")
-        optimizer = torch.optim.AdamW(flat.parameters())
+        optimizer = adamw(flat)
         for model in (flat, flat.get_submodule("_fsdp_wrapped_module")):
             _refused(functools.partial(qkeel.apply, model, remedy, optimizer))
         loss_of(flat, tokens).backward()
@@ -108,7 +104,7 @@ def refusals() -> None:
     for remedy in ON_STEPS:
         model = llama()
         # The parameters of the model stay those of the optimizer.
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = adamw(model)
         example = {"input_ids": tokens, "use_cache": False}
         handle = qkeel.apply(model, remedy, optimizer, batch=example)
         from torch.distributed.fsdp import FullyShardedDataParallel
@@ -122,12 +118,12 @@ def refusals() -> None:
         optimizer.step()
 
 
-def _refused(act: Any) -> None:
+def _refused(act):
     with pytest.raises(RefusedError, match=r"torch\.distributed\.fsdp\.fully_shard"):
         act()
 
 
-def found_before() -> None:
+def found_before():
     """Sites that were found before the wrapping keep their heads and layouts, and lose their weights."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -137,13 +133,12 @@ def found_before() -> None:
     flat = FullyShardedDataParallel(
         model, device_id=torch.device("cpu"), use_orig_params=True
     )
-    optimizer = torch.optim.AdamW(flat.parameters())
+    optimizer = adamw(flat)
     monitor = qkeel.watch(flat, optimizer, sites=sites)
     passes("whole", part)(flat, optimizer, 0)
     assert [(x.name, x.n_heads, x.n_kv_heads) for x in monitor.sites] == [
         (x.name, x.n_heads, x.n_kv_heads) for x in sites
     ]
     assert all("flat pieces" in site.why for site in monitor.sites)
-    assert monitor.sample is not None
     assert "query_weight_norm" not in monitor.sample.heads
     monitor.close()

@@ -5,6 +5,7 @@ import time
 import warnings
 
 import torch
+from tests.training import adamw
 from torch import distributed
 from torch.nn import functional as F
 
@@ -25,7 +26,7 @@ def taken_back(remedy):
         qkeel.nn.DecoderConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4)
     )
     model = torch.nn.parallel.DistributedDataParallel(plain)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = adamw(model)
     tokens = torch.randint(0, 64, (2, 12))
     with qkeel.watch(model, optimizer, every=2, rules=[]) as monitor:
         with qkeel.apply(model, remedy, optimizer, batch=tokens):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.contract.processes import wrapped
 from tests.contract.processes.watching import loss_of
+from tests.training import sgd
 from torch import distributed
 
 import qkeel
@@ -24,7 +25,7 @@ def searched(model, example=None):
 
 def remedied(model):
     example = {"input_ids": wrapped.batch(0)[:2]}
-    qkeel.apply(model, "qk_lr", torch.optim.SGD(model.parameters()), batch=example)
+    qkeel.apply(model, "qk_lr", sgd(model, lr=1e-3), batch=example)
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def step(model, setup):
     loss_of(model, wrapped.part(setup, 0)).backward()
     with torch.no_grad():
         for p in model.parameters():
-            dist.local(p).sub_(dist.local(p.grad), alpha=0.1)  # type: ignore[arg-type]
+            dist.local(p).sub_(dist.local(p.grad), alpha=0.1)
             p.grad = None
     return [dist.local(p).clone() for p in model.parameters()]
 

@@ -5,6 +5,7 @@ import warnings
 
 import torch
 from tests.contract.processes.watching import Collectives
+from tests.training import sgd
 from torch import distributed as dist
 from torch import nn
 
@@ -34,7 +35,7 @@ def trained(folder):
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     found = []
     reductions = []
     reduce_ = OwnGroup.reduce_
@@ -44,7 +45,7 @@ def trained(folder):
         assert vector.dtype == torch.float64
         reduce_(self, vector, by)
 
-    OwnGroup.reduce_ = noted  # type: ignore[method-assign]
+    OwnGroup.reduce_ = noted
     sinks = folder / "run" if rank == 0 else ()
     with qkeel.watch(model, optimizer, stats="max", rules=(), sinks=sinks) as monitor:
         for n in PASSES[rank]:

@@ -6,7 +6,9 @@ import warnings
 
 import pytest
 import torch
+from tests.drawing import randint
 from tests.quick import quick
+from tests.training import adamw
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn import functional as F
 
@@ -28,7 +30,7 @@ REMEDIES = (
 
 
 def batch(step):
-    return torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(step))
+    return randint(0, 64, (2, 12), seed=step)
 
 
 def trained(remedy, *, filled_first, sgd=False):
@@ -42,7 +44,7 @@ def trained(remedy, *, filled_first, sgd=False):
         for name, p in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:
                 p.mul_(3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model, 0.01)
     if sgd:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     with warnings.catch_warnings(record=True) as said:
@@ -89,7 +91,7 @@ def test_remedies_that_wait_for_a_pass_wait_on_when_the_state_is_filled():
         torch.nn.Embedding(64, 32),
         torch.nn.TransformerEncoderLayer(32, 4, batch_first=True),
     )
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = adamw(model)
     handle = qkeel.apply(model, "lalr", optimizer)
     get_state_dict(model, optimizer)
     model(batch(0)).square().mean().backward()
@@ -102,7 +104,7 @@ def test_a_real_step_with_rate_and_gradients_of_zero_is_a_step():
     model = qkeel.nn.Decoder(
         qkeel.nn.DecoderConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=4)
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    optimizer = adamw(model, 0.0)
     with qkeel.watch(model, optimizer, every=1, rules=[]) as monitor:
         (0 * model(batch(0)).sum()).backward()
         optimizer.step()

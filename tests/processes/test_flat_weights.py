@@ -1,12 +1,10 @@
 """Where weights are flat pieces between passes (FSDP1), logits are those of one process, and what needs weights refuses."""
 
-from __future__ import annotations
-
 import functools
 import pickle
 
-import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 from tests.contract.processes.watching import made, passes, trained
 from tests.contract.processes.wrapped import batch
 from tests.forked import spawn
@@ -35,7 +33,7 @@ def test_logits_are_those_of_one_process_and_weights_are_left_out(tmp_path):
             assert len(seen.layers) == len(one.layers)
             assert {*one.heads} - {*seen.heads} == NEED_WEIGHTS
             for field, numbers in seen.heads.items():
-                np.testing.assert_allclose(
+                assert_allclose(
                     numbers, one.heads[field], rtol=most, atol=most, err_msg=field
                 )
             # Said once, by the first process.

@@ -1,7 +1,5 @@
 """What the vectors of many processes reduce to is what merging their statistics one by one gives."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -9,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from qkeel.distributed.reduce import Member, SharedTable
 from qkeel.errors import InvalidValueError
@@ -32,7 +31,7 @@ def of_process(seed, n=HEADS):
             values[name] = torch.randint(1, 10**12, shape, generator=g)
         else:
             values[name] = torch.rand(shape, dtype=torch.float64, generator=g)
-    return LogitStats(**values)  # type: ignore[arg-type]
+    return LogitStats(**values)
 
 
 def measured_by(world, numbers=lambda rank: {}):
@@ -86,9 +85,7 @@ def number(record, site, name):
 def close(merged, expected):
     for name, values in merged.tensors().items():
         theirs = expected.tensors()[name].to(values.dtype)
-        torch.testing.assert_close(
-            values, theirs, rtol=1e-12, atol=1e-12, equal_nan=True, msg=name
-        )
+        assert_close(values, theirs, rtol=1e-12, atol=1e-12, equal_nan=True, msg=name)
 
 
 @settings(deadline=None, max_examples=25)
@@ -96,7 +93,7 @@ def close(merged, expected):
     st.integers(2, 5),
     st.lists(st.sampled_from([math.nan, math.inf, -math.inf, 1e300]), max_size=3),
 )
-def test_the_reduction_is_the_merge(world: int, odd: list[float]) -> None:
+def test_the_reduction_is_the_merge(world, odd):
     measured = measured_by(world)
     for i, value in enumerate(odd):
         for name in ("max_logit", "min_logit", "entropy_min"):
@@ -181,8 +178,7 @@ def test_partial_values_of_each_kind_make_one_number():
     measured = measured_by(
         2,
         lambda rank: {
-            ("a", how): Number(values[rank], weights[rank], how)  # type: ignore[arg-type]
-            for how in expected
+            ("a", how): Number(values[rank], weights[rank], how) for how in expected
         },
     )
     record = reduced(replicas(measured), measured)
@@ -223,8 +219,7 @@ def test_statistics_by_token_class_are_merged():
         return ClassStats(names=("image", "text"), **tensors)
 
     both = [
-        LogitStats(**of_process(i).tensors(), classes=of_classes(i))  # type: ignore[arg-type]
-        for i in range(2)
+        LogitStats(**of_process(i).tensors(), classes=of_classes(i)) for i in range(2)
     ]
     measured = [({"a": stats}, {}) for stats in both]
     classes = reduced(replicas(measured), measured).stats()["a"].classes
@@ -234,7 +229,7 @@ def test_statistics_by_token_class_are_merged():
         count = CLASS_MERGES[name].count or {"max_logit": "n_pairs"}.get(name, "")
         counted = expected.tensors()[count] > 0 if count else torch.tensor(True)
         counted = counted if counted.ndim in (0, values.ndim) else counted[..., None]
-        torch.testing.assert_close(
+        assert_close(
             classes.tensors()[name].where(counted, 0.0).to(values.dtype),
             values.where(counted, 0.0).to(values.dtype),
             rtol=1e-12,

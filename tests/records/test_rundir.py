@@ -107,7 +107,6 @@ def test_two_processes_cannot_hold_one_directory_and_a_dead_one_does_not(
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
     ) as other:
         try:
-            assert other.stdout is not None
             assert other.stdout.readline() == "held\n"
             with (
                 pytest.raises(RunDirectoryError, match=rf"process {other.pid}"),

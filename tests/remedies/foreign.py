@@ -1,15 +1,16 @@
 """Models that know nothing of qkeel: of transformers, of torch, and hand-written ones, tiny."""
 
-from __future__ import annotations
-
-from typing import Any
-
+import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import from_heads
 from torch import Tensor, nn
 
+import qkeel
+from qkeel.errors import RefusedError
+
 VOCAB, D, H, T = 40, 32, 4, 7
-SMALL: dict[str, Any] = {
+SMALL = {
     "hidden_size": D,
     "num_attention_heads": H,
     "num_hidden_layers": 2,
@@ -25,48 +26,26 @@ def hf(name, impl, **more):
 
     t.logging.set_verbosity_error()
     torch.manual_seed(0)
-    t5 = {
-        "d_model": D,
-        "d_kv": 8,
-        "num_heads": H,
-        "num_layers": 2,
-        "d_ff": 24,
-        "vocab_size": VOCAB,
-    }
-    gpt2 = {
-        "n_embd": D,
-        "n_head": H,
-        "n_layer": 2,
-        "vocab_size": VOCAB,
-        "n_positions": 64,
-    }
-    mla = {
-        "q_lora_rank": 12,
-        "kv_lora_rank": 10,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 6,
-        "v_head_dim": 6,
-    }
-    vit = {"image_size": 8, "patch_size": 4, "num_channels": 1}
-    rows: dict[str, tuple[type, type, dict[str, Any]]] = {
-        "llama": (t.LlamaConfig, t.LlamaForCausalLM, {**SMALL, "num_key_value_heads": 2}),
-        "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM, {**SMALL, "num_key_value_heads": 2}),
-        "qwen3": (t.Qwen3Config, t.Qwen3ForCausalLM, {**SMALL, "num_key_value_heads": 2, "head_dim": 8}),
-        "gpt2": (t.GPT2Config, t.GPT2LMHeadModel, gpt2),
-        "neox": (t.GPTNeoXConfig, t.GPTNeoXForCausalLM, SMALL),
-        "bert": (t.BertConfig, t.BertModel, SMALL),
-        "vit": (t.ViTConfig, t.ViTModel, {**SMALL, **vit}),
-        "t5": (t.T5Config, t.T5EncoderModel, t5),
-        "deepseek": (t.DeepseekV3Config, t.DeepseekV3ForCausalLM, {**SMALL, **mla, "first_k_dense_replace": 2,
-                                                                    "num_key_value_heads": H}),
-    }  # fmt: skip
-    config, cls, options = rows[name]
-    model = cls(config(**{**options, **more}, attn_implementation=impl)).eval()
-    scale = 4.0 if name not in ("t5",) else 1.0
+    gpt2 = {"n_embd": D, "n_head": H, "n_layer": 2, "vocab_size": VOCAB}
+    latent = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4}
+    latent |= {"qk_nope_head_dim": 6, "v_head_dim": 6, "first_k_dense_replace": 2}
+    grouped = {**SMALL, "num_key_value_heads": 2}
+    kind, options = {
+        "llama": ("Llama", grouped),
+        "qwen2": ("Qwen2", grouped),
+        "qwen3": ("Qwen3", {**grouped, "head_dim": 8}),
+        "gpt2": ("GPT2", gpt2),
+        "neox": ("GPTNeoX", SMALL),
+        "bert": ("Bert", SMALL),
+        "deepseek": ("DeepseekV3", {**SMALL, **latent, "num_key_value_heads": H}),
+    }[name]
+    config = getattr(t, f"{kind}Config")(**options, **more)
+    auto = t.AutoModel if name == "bert" else t.AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation=impl).eval()
     with torch.no_grad():
         for n, p in model.named_parameters():
             if p.ndim == 2 and ("attn" in n or "attention" in n.lower()):
-                p.mul_(scale)
+                p.mul_(4)
             elif p.ndim == 1 and n.endswith("bias"):
                 p.normal_(std=0.2)
     return model
@@ -75,8 +54,6 @@ def hf(name, impl, **more):
 def example(name, batch=2, tokens=T):
     """Input of a model."""
     generator = torch.Generator().manual_seed(3)
-    if name == "vit":
-        return torch.randn(batch, 1, 8, 8, generator=generator)
     if name == "encoder":
         return torch.randn(batch, tokens, D, generator=generator)
     return torch.randint(0, VOCAB, (batch, tokens), generator=generator)
@@ -141,20 +118,20 @@ class Hand(nn.Module):
         b, t, _ = x.shape
         if self.layout == "linear":
             q, k, v = self.q(x), self.k(x), self.v(x)
-            return tuple(y.view(b, t, -1, self.d).transpose(1, 2) for y in (q, k, v))  # type: ignore[return-value]
+            return tuple(y.view(b, t, -1, self.d).transpose(1, 2) for y in (q, k, v))
         y = self.qkv(x)
         if self.layout in ("fused", "conv"):
             return tuple(
                 p.view(b, t, self.h, self.d).transpose(1, 2) for p in y.chunk(3, -1)
-            )  # type: ignore[return-value]
+            )
         if self.layout == "interleaved":
             return tuple(
                 p.transpose(1, 2) for p in y.view(b, t, self.h, 3 * self.d).chunk(3, -1)
-            )  # type: ignore[return-value]
+            )
         if self.layout == "dims first":
             return tuple(
                 p.permute(0, 3, 1, 2) for p in y.view(b, t, 3, self.d, self.h).unbind(2)
-            )  # type: ignore[return-value]
+            )
         grouped = y.view(b, t, self.g, self.h // self.g + 2, self.d)
         q = grouped[..., :-2, :].reshape(b, t, self.h, self.d)
         return (
@@ -175,7 +152,7 @@ class Hand(nn.Module):
         else:
             z = (q @ k.transpose(-2, -1)) * self.d**-0.5
             o = F.softmax(z.masked_fill(~seen, float("-inf")), dim=-1) @ v
-        return self.o(o.transpose(1, 2).flatten(2))
+        return self.o(from_heads(o))
 
 
 def everything(model):
@@ -189,6 +166,15 @@ def everything(model):
         }
         for name, module in model.named_modules()
     }
+
+
+def assert_refused(model, remedy, x, optimizer=None):
+    """The refusal of a remedy leaves a model, and what it computes, as they were."""
+    before, y = everything(model), out(model, x)
+    with pytest.raises(RefusedError):
+        qkeel.apply(model, remedy, optimizer, batch=x)
+    assert everything(model) == before
+    assert torch.equal(out(model, x), y)
 
 
 def jolted(

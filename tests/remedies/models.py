@@ -1,11 +1,7 @@
 """Small models and straightforward stand-ins that the tests of remedies share."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
+from tests.drawing import randint
 from torch import nn
 
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig
@@ -34,9 +30,7 @@ def mla(**options):
 
 def tokens(batch=2, length=8):
     """Fixed random tokens."""
-    return torch.randint(
-        0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(7)
-    )
+    return randint(0, VOCAB, (batch, length), seed=7)
 
 
 def loss(model, x):
@@ -52,6 +46,10 @@ def train(model, optimizer, steps):
         optimizer.zero_grad()
         loss(model, (tokens() + i) % VOCAB).backward()
         optimizer.step()
+
+
+def matrices(model):
+    return [p for p in model.parameters() if p.ndim == 2]
 
 
 def gradients(model, steps, seed=3):
@@ -81,7 +79,7 @@ def attention(dtype=torch.float64, n_kv_heads=2, **options):
 
 def snapshot(model, optimizer=None):
     """All that a handle must restore: state, order, classes, attributes, groups."""
-    taken: dict[str, Any] = {
+    taken = {
         "state": {k: v.clone() for k, v in model.state_dict().items()},
         "parameters": [(n, id(p)) for n, p in model.named_parameters()],
         "modules": [(n, type(m), sorted(m.__dict__)) for n, m in model.named_modules()],
@@ -106,10 +104,29 @@ def assert_same(a, b):
         assert a[part] == b[part], part
 
 
-Make = Callable[[Any, float], torch.optim.Optimizer]
+# Optimizers by their class and, behind a space, what is special; the steps of all are proportional to the rate.
+OPTIMIZERS = {
+    "AdamW": {"weight_decay": 0.1},
+    "AdamW fused": {"weight_decay": 0.1, "fused": True},
+    "AdamW foreach": {"foreach": True},
+    "Adam": {"weight_decay": 0.1},
+    "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "Adagrad": {"weight_decay": 0.1, "lr_decay": 0.1},
+    "RAdam": {},
+    "NAdam": {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    "Adadelta": {"lr": 1.0},
+    # It makes one step of a whole matrix, of which each head's rows are scaled.
+    "Muon": {"weight_decay": 0.1},
+}
+
+
+def optimizer_of(kind, params, **options):
+    kind = getattr(torch.optim, kind.partition(" ")[0])
+    return kind(params, **{"lr": 0.01, **options})
 
 
 def trained(output):
     """The output of a pass, which a gradient has reached, so that the pass counts as trained."""
-    sum(x.sum() for x in tensors_within(output) if x.requires_grad).backward()  # type: ignore[union-attr]
+    sum(x.sum() for x in tensors_within(output) if x.requires_grad).backward()
     return output

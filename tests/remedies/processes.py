@@ -1,9 +1,6 @@
 """What several processes do that apply remedies, compared with one process on the global batch; see spawn."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ from tests.contract.processes.context import Context, hidden, split
 from tests.contract.processes.pipelines import INTERLEAVED, pipelined
 from tests.contract.processes.setups import SETUPS
 from tests.contract.processes.watching import Collectives, context_step, made, passes
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
@@ -103,7 +100,7 @@ def alone(setup):
 def started(name, setup):
     """A model under a remedy: one on steps is given the sites that were found before the model was wrapped."""
     context, before = setup.startswith("context"), name.endswith(" before")
-    model: nn.Module = Context() if context else made(setup)
+    model = Context() if context else made(setup)
     example = hidden(0) if context else wrapped.batch(0)[:2]
     sites = qkeel.find_sites(model, example)
     early = qkeel.apply(model, CALLS[name], batch=example) if before else None
@@ -118,7 +115,7 @@ def started(name, setup):
     if early is not None:
         return model, optimizer, early
     by_example = name in BY_EXAMPLE or setup == "fsdp2_found"
-    shown: dict[str, Any] = {"batch": example} if by_example else {"sites": sites}
+    shown = {"batch": example} if by_example else {"sites": sites}
     return model, optimizer, qkeel.apply(model, CALLS[name], optimizer, **shown)
 
 
@@ -221,7 +218,7 @@ def by_one_process(setups, path):
 
 def compare(setup, path):
     """Every remedy of the setup's table does what that says."""
-    one: dict[tuple[str, str], dict[str, Tensor]] = torch.load(path)
+    one = torch.load(path)
     for name, expected in SETUPS[setup].remedies.items():
         plain = one.get((data(setup), name), {})
         noise = (
@@ -271,7 +268,7 @@ def with_cut_heads(remedy, one):
     """The weights of three heads after six steps; under fully_shard on two processes, one of them is cut."""
     torch.manual_seed(0)
     config = DecoderConfig(vocab_size=wrapped.VOCAB, d_model=24, n_layers=2, n_heads=3)
-    model: nn.Module = Decoder(config).double()
+    model = Decoder(config).double()
     sites = qkeel.find_sites(model, wrapped.batch(0))
     if not one:
         model = wrapped.wrapped(model, "fsdp2", layers="blocks")

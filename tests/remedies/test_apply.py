@@ -229,12 +229,12 @@ def test_the_wrong_kind_of_argument_is_one_clear_error():
         InvalidTypeError,
         match=r"expected a torch.nn.Module to apply remedies to, got int",
     ):
-        apply(3, "lalr")  # type: ignore[arg-type]
+        apply(3, "lalr")
     with pytest.raises(
         InvalidTypeError,
         match=r"expected a torch.optim.Optimizer or a list of them, got StepLR",
     ):
-        apply(model, "lalr", torch.optim.lr_scheduler.StepLR(adamw(model), 1))  # type: ignore[arg-type]
+        apply(model, "lalr", torch.optim.lr_scheduler.StepLR(adamw(model), 1))
     with pytest.raises(RefusedError, match="found no attention in this Linear"):
         apply(nn.Linear(2, 2), "lalr", None)
 

@@ -1,20 +1,19 @@
 """softcap, log_n, temperatures, sigmoid, softpick and sinks: the spec they name, in the attention calls of anybody."""
 
-from __future__ import annotations
-
 import copy
 import math
 import sys
 import types
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.attention import Joint
+from tests.attention import Joint, from_heads, to_heads
+from tests.drawing import randn
 from tests.each_row import each_row
 from tests.quick import one_in
 from torch import nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel import reference
@@ -32,11 +31,11 @@ from qkeel.spec import (
 )
 from qkeel.spec.logits import FloorLogTemperature
 
-from .foreign import Hand, everything, example, hf, jolted, out
+from .foreign import Hand, assert_refused, example, hf, jolted, out
 
 HOW = ("eager", "sdpa")
 BIAS = -math.log(6)
-CHANGES: dict[str, AttentionSpec] = {
+CHANGES = {
     "softcap:cap=0.5": AttentionSpec(cap=Softcap(0.5)),
     "log_n:length=3": AttentionSpec(scale=LogN(train_length=3)),
     "log_n:length=3,clip=true": AttentionSpec(scale=LogN(train_length=3, clip=True)),
@@ -50,13 +49,13 @@ CHANGES: dict[str, AttentionSpec] = {
     "sink:learned=false,init=1": AttentionSpec(normalizer=Sink(learned=False, init=1.0)),
 }  # fmt: skip
 ADDED = ("sink", "logit_bias", "log_n_scale")
-X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(2)).double()
+X = randn(2, 6, 16, seed=2).double()
 CAUSAL = torch.ones(6, 6, dtype=torch.bool).tril()
 
 
 def merged(x):
     """[b t (h d)] of heads [b h t d]."""
-    return x.transpose(1, 2).flatten(2)
+    return from_heads(x)
 
 
 # Written out with a mask and fused without one; both other ways for a change of each side of the softmax.
@@ -82,7 +81,7 @@ def test_a_changed_call_is_that_of_the_spec(change, how, masked, layout):
     q, k, v = plain.heads(X)
     k, v = (y.repeat_interleave(4 // y.shape[1], dim=1) for y in (k, v))
     # n is the number of keys that a query sees.
-    options: Any = {"causal": False, "mask": visible, "params": params}
+    options = {"causal": False, "mask": visible, "params": params}
     if spec.scale.follows_position:
         options["pos_q"] = visible[:, 0].sum(-1) - 1
     o = reference.attend(spec, q, k, v, **options).out
@@ -170,7 +169,7 @@ def test_multihead_attention_is_changed_with_masks_and_weights(change, spec, cro
     weights = m.in_proj_weight.chunk(3)
     biases = [None] * 3 if cross else m.in_proj_bias.chunk(3)
     qkv = [
-        F.linear(a, w, c).unflatten(-1, (4, -1)).transpose(1, 2)
+        to_heads(F.linear(a, w, c), 4, -1)
         for a, w, c in zip((X, y, y), weights, biases)
     ]
     padding, hidden = (torch.zeros(n, s, dtype=torch.bool) for n in (2, 6))
@@ -203,7 +202,7 @@ def test_torchs_encoder_leaves_its_fast_path(nested):
     for options in ({}, {"src_key_padding_mask": padding}):
         with torch.no_grad():
             fast = model(x, **options)
-        torch.testing.assert_close(fast[0], model(x, **options)[0], rtol=0, atol=1e-6)
+        assert_close(fast[0], model(x, **options)[0], rtol=0, atol=1e-6)
 
 
 # Composition, and what is read
@@ -222,9 +221,9 @@ def test_written_out_attention_has_the_weights_and_statistics_of_the_fused_one(c
             model(X).sum().backward()
             stats.append(monitor.read()[""].tensors())
         assert qkeel.check(model, X).healthy
-    torch.testing.assert_close(*maps, rtol=1e-9, atol=1e-12)
+    assert_close(*maps, rtol=1e-9, atol=1e-12)
     assert not maps[0][..., ~CAUSAL].any()
-    torch.testing.assert_close(*stats, rtol=1e-9, atol=1e-9, equal_nan=True)
+    assert_close(*stats, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
 # Attention that later takes another way than the example showed
@@ -280,7 +279,7 @@ def test_a_fused_call_after_a_written_example_and_a_flash_function_are_capped(
     monkeypatch,
 ):
     package = types.ModuleType("flash_attn")
-    package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    package.flash_attn_func = flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     model, flash, x = TwoWays(), Flash(), 5 * X.float()
     model.weights = True
@@ -288,8 +287,8 @@ def test_a_fused_call_after_a_written_example_and_a_flash_function_are_capped(
         qkeel.apply(each, "softcap:cap=1.0", batch=x)
     written = model(x)
     model.weights = False
-    torch.testing.assert_close(model(x), written)
-    torch.testing.assert_close(flash(x), written)
+    assert_close(model(x), written)
+    assert_close(flash(x), written)
 
 
 # Hand-written attention: hidden pairs are told from low logits, or the remedy is refused
@@ -306,9 +305,7 @@ class Written(nn.Module):
         self.qkv.weight.data[:32] *= size**0.5
 
     def heads(self, x):
-        return [
-            y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
-        ]
+        return [to_heads(y, 4, 4) for y in self.qkv(x).chunk(3, -1)]
 
     def forward(self, x):
         q, k, v = self.heads(x)
@@ -357,12 +354,7 @@ class Written(nn.Module):
     ],
 )  # fmt: skip
 def test_scores_that_a_softmax_alone_does_not_tell_are_refused(way, low, size, remedy):
-    model, x = Written(way, low, size), X.float()
-    before, y = everything(model), model(x)
-    with pytest.raises(RefusedError):
-        qkeel.apply(model, remedy, batch=x)
-    assert everything(model) == before
-    assert torch.equal(model(x), y)
+    assert_refused(Written(way, low, size), remedy, X.float())
 
 
 @pytest.mark.parametrize("cap", [0.25, 1.0])
@@ -389,4 +381,4 @@ def test_a_cap_reaches_what_a_forward_compiles_itself(cap):
     with qkeel.apply(model, f"softcap:cap={cap}", batch=x):
         for _ in range(2):
             near = model(x).double()
-            torch.testing.assert_close(near, right(x.double()), atol=1e-5, rtol=0)
+            assert_close(near, right(x.double()), atol=1e-5, rtol=0)

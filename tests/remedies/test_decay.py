@@ -2,36 +2,30 @@
 
 import pytest
 import torch
+from tests.training import adamw
 
 import qkeel
 from qkeel.errors import RefusedError
 
-from .models import attention, gradients, step_by
+from .models import attention, gradients, matrices, optimizer_of, step_by
+
+DECAYED = {"weight_decay": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("make", "refused"),
+    ("kind", "options", "refused"),
     [
-        (lambda p: torch.optim.Adam(p, weight_decay=0.1), True),
-        (lambda p: torch.optim.NAdam(p, weight_decay=0.1), True),
-        (
-            lambda p: torch.optim.NAdam(
-                p, weight_decay=0.1, decoupled_weight_decay=True
-            ),
-            False,
-        ),
-        (
-            lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
-            False,
-        ),  # without momentum the two are one
-        (lambda p: torch.optim.Adam(p), False),
-        (lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), weight_decay=0.1), False),
-        (lambda p: torch.optim.Muon(p, weight_decay=0.1), False),
+        ("Adam", DECAYED, True),
+        ("NAdam", DECAYED, True),
+        ("NAdam", {**DECAYED, "decoupled_weight_decay": True}, False),
+        ("SGD", DECAYED, False),  # without momentum the two are one
+        ("Adam", {}, False),
+        ("AdamW", {**DECAYED, "lr": torch.tensor(0.1)}, False),
     ],
 )
-def test_plain_decay_needs_a_decay_that_is_decoupled(make, refused):
+def test_plain_decay_needs_a_decay_that_is_decoupled(kind, options, refused):
     model = attention(torch.float32)
-    optimizer = make([p for p in model.parameters() if p.ndim == 2])
+    optimizer = optimizer_of(kind, matrices(model), **options)
     if refused:
         with pytest.raises(
             RefusedError,
@@ -47,7 +41,7 @@ def test_plain_decay_needs_a_decay_that_is_decoupled(make, refused):
 def test_weights_without_a_gradient_are_not_decayed():
     for remedy in ("lalr:decay=plain", "qk_weight_decay"):
         model = attention(torch.float32)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        optimizer = adamw(model, 0.1, weight_decay=0.5)
         before = [p.detach().clone() for p in model.parameters()]
         with qkeel.apply(model, remedy, optimizer):
             optimizer.step()

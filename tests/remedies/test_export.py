@@ -1,16 +1,14 @@
 """Checkpoints in another shape: transformers loads them with the same outputs; what has no such shape is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-import warnings
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.drawing import randint
 from tests.each_row import each_row
+from tests.training import warned
 
 import qkeel
 from qkeel.cli.app import main
@@ -22,7 +20,7 @@ from .models import decoder
 
 transformers = pytest.importorskip("transformers")
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 23,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -52,7 +50,7 @@ WINDOWS = {**WINDOW, "use_sliding_window": True, "max_window_layers": 0}
 BOTH = {"rope_parameters": dict.fromkeys(set(KINDS), ROPE)}
 OTHERWISE = {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}
 # The architecture aimed at with its config, and the class of the source's config with its own.
-CASES: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
+CASES = {
     "llama": ("qwen3", "Qwen3", {**LLAMA, "head_dim": 4}, "Llama", LLAMA),
     "llama tied": ("qwen3", "Qwen3", {**LLAMA, "head_dim": 4, **TIED}, "Llama", {**LLAMA, **TIED}),
     "llama with biases": ("qwen3", "Qwen3", {**LLAMA, "head_dim": 4, **BIASED}, "Llama", {**LLAMA, **BIASED}),
@@ -70,7 +68,7 @@ OLMO = {
     "post_attention_layernorm": "attention_post_norm",
     "post_feedforward_layernorm": "mlp_post_norm",
 }
-TOKENS = torch.randint(3, 23, (2, 20), generator=torch.Generator().manual_seed(1))
+TOKENS = randint(3, 23, (2, 20), seed=1)
 
 
 def before(case):
@@ -167,17 +165,16 @@ def test_another_eps_of_the_norm_goes_into_the_weights_where_that_is_exact(
     tmp_path,
 ):
     model, weights, config = before("llama")
-    for layer in model.model.layers:  # type: ignore[union-attr]
+    for layer in model.model.layers:
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
             norm.variance_epsilon = 4e-3
     source = stored(tmp_path / "in", weights, config)
     assert_loads_as(convert(source, "qwen3", tmp_path / "out", norm_eps=4e-3), model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         convert(source, "qwen3", tmp_path / "assumed")
     # Its outputs differ.
-    assert "eps 1e-05" in str(caught[0].message)
-    assert "norm_eps" in str(caught[0].message)
+    assert "eps 1e-05" in caught[0]
+    assert "norm_eps" in caught[0]
     low = {n: w.bfloat16() for n, w in weights.items()}
     source = stored(tmp_path / "low", low, config)
     with pytest.raises(RefusedError):  # it would round the weights

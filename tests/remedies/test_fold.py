@@ -6,7 +6,9 @@ import pytest
 import torch
 from tests.attention import Attention
 from tests.each_row import each_row
+from tests.training import adamw
 from torch import nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.errors import InvalidTypeError, RefusedError
@@ -38,7 +40,7 @@ def moved(model):
 @pytest.mark.parametrize("on", ["all", "attention"])
 def test_sigma_reparam_is_folded_into_plain_layers(on):
     model = decoder(tied=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
+    optimizer = adamw(model, 0.03)
     handle = qkeel.apply(model, f"sigma_reparam:on={on},init=one", optimizer)
     train(model, optimizer, 3)
     weights = {id(p) for n, p in model.named_parameters() if "original" in n}
@@ -88,7 +90,7 @@ def test_weights_that_other_layers_share_are_not_folded_and_remove_restores_them
         fold(model)
     assert torch.equal(model(tokens()), output)
     v = plain.pop("v.weight")
-    torch.testing.assert_close(model.v.weight, v / torch.linalg.matrix_norm(v, 2))
+    assert_close(model.v.weight, v / torch.linalg.matrix_norm(v, 2))
     handle.remove()
     del plain["again.weight"]
     assert all(type(m) is nn.Linear for m in (model.q, model.k, model.head))
@@ -102,7 +104,7 @@ def test_a_scale_is_not_folded_into_a_weight_of_another_layer():
     model.blocks[0].mlp.up.weight = model.blocks[0].attention.q_proj.weight
     output = model(tokens())
     assert len(fold(model).kept) == 1
-    torch.testing.assert_close(model(tokens()), output, rtol=0, atol=1e-6)
+    assert_close(model(tokens()), output, rtol=0, atol=1e-6)
 
 
 SPECS = {
@@ -157,4 +159,4 @@ def test_what_cannot_be_folded_is_refused_and_left_alone(spec):
         fold(model)
     assert_same(before, snapshot(model))
     with pytest.raises(InvalidTypeError):
-        fold("model")  # type: ignore[arg-type]
+        fold("model")

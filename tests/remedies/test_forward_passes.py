@@ -1,11 +1,10 @@
 """How often the model is run for a remedy: twice to find its attention, and at most twice more."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
-import torch
+from tests.drawing import randint
+from tests.training import adamw
 
 from qkeel import apply
 from qkeel.sites.site_search import ModelTrace
@@ -18,7 +17,7 @@ def llama():
 
 
 def tokens():
-    return torch.randint(0, 32, (2, 80), generator=torch.Generator().manual_seed(0))
+    return randint(0, 32, (2, 80), seed=0)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +30,7 @@ def test_a_remedy_that_was_applied_keeps_no_tensor_of_the_pass_that_showed_the_a
     with apply(
         model,
         name,
-        torch.optim.AdamW(model.parameters()),
+        adamw(model),
         batch=tokens(),
         train_length=64,
     ):

@@ -1,15 +1,16 @@
 """Rows of heads in weights of every layout, whole or split over two processes: their factors, norms and refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor, distributed
+from tests.drawing import randn
+from tests.training import sgd
+from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.testing import assert_close
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import qkeel
@@ -29,7 +30,7 @@ def rows(index, axis=0):
 
 def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused():
     model = attention()
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizer = sgd(model, lr=1e-3)
     (site,) = find_sites(model)
     (query,) = site.query
     columns = HeadSlice(parameter=query.parameter, axis=1, index=query.index)
@@ -43,9 +44,7 @@ def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused():
 
 # Weights of which each of two processes holds a part.
 
-WHOLE = torch.randn(
-    9, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-)
+WHOLE = randn(9, 6, seed=0, dtype=torch.float64)
 ROWS = HeadSlice(parameter="rows", axis=0, index=torch.tensor([[0, 1], [4, 5], [7, 6]]))
 COLUMNS = HeadSlice(parameter="columns", axis=1, index=torch.tensor([[1, 2], [3, 5]]))
 PLAIN = HeadSlice(parameter="plain", axis=0, index=torch.arange(4).view(2, 2))
@@ -78,7 +77,7 @@ def part(rank, dim):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_squares_of_the_parts_add_up_to_those_of_the_heads(dim, monkeypatch):
     plain = torch.randn(4, 5, dtype=torch.float64)
-    sent: list[Tensor] = []
+    sent = []
     monkeypatch.setattr(
         "qkeel.distributed.sharding.reduced",
         lambda x, *_: (sent.append(x.clone()), 4 * x)[1],
@@ -87,12 +86,12 @@ def test_squares_of_the_parts_add_up_to_those_of_the_heads(dim, monkeypatch):
         with process(rank):
             split = part(rank, dim)
             norms = HeadNorms([ROWS, COLUMNS, PLAIN], [split, split, plain])()
-            torch.testing.assert_close(norms[:5], (4 * sent[rank][:5]).sqrt())
+            assert_close(norms[:5], (4 * sent[rank][:5]).sqrt())
             whole = torch.linalg.matrix_norm(plain.view(2, 2, 5))
-            torch.testing.assert_close(norms[5:], whole)
+            assert_close(norms[5:], whole)
     assert len(sent) == 2
     squares = torch.cat([s.heads(WHOLE).square().sum((1, 2)) for s in (ROWS, COLUMNS)])
-    torch.testing.assert_close(sent[0] + sent[1], squares)
+    assert_close(sent[0] + sent[1], squares)
 
 
 def test_what_cannot_be_done_with_a_part_or_a_quantised_weight_is_refused():
@@ -105,7 +104,7 @@ def test_what_cannot_be_done_with_a_part_or_a_quantised_weight_is_refused():
     HeadNorms([PLAIN], [WHOLE], spectral_norm)
     model = attention()
     sites = find_sites(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     model.q_proj.weight = torch.nn.Parameter(
         torch.ones(16, 16, dtype=torch.int8), requires_grad=False
     )

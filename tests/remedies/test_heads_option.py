@@ -41,7 +41,7 @@ def stepped(remedy):
 )
 def test_named_heads_are_treated_as_without_the_option_and_others_keep_their_bits(
     make, heads
-):  # type: ignore[no-untyped-def]
+):
     plain, whole, some = (
         stepped(None),
         stepped(make(None)),
@@ -61,7 +61,7 @@ def test_named_heads_are_treated_as_without_the_option_and_others_keep_their_bit
 def test_heads_that_are_not_there_are_one_sentence():
     model = decoder()
     for error, make in (
-        (InvalidTypeError, lambda: QKClip(heads=SITE)),  # type: ignore[arg-type]
+        (InvalidTypeError, lambda: QKClip(heads=SITE)),
         (InvalidTypeError, lambda: LALR(heads=((SITE, (-1,)),))),
         (InvalidTypeError, lambda: LALR(heads=())),
         (

@@ -1,11 +1,10 @@
 """A clip says which head it cannot lower, where its logits have what no weight makes."""
 
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.attention import Attention
+from tests.training import adamw, step, warned
 
 import qkeel
 
@@ -31,15 +30,12 @@ class Shifted(Attention):
 def test_a_constant_over_the_threshold_is_told_once(constant, says):
     torch.manual_seed(0)
     model = Shifted(constant)
-    x, optimizer = torch.randn(4, 12, 32), torch.optim.AdamW(model.parameters(), 1e-3)
+    x, optimizer = torch.randn(4, 12, 32), adamw(model, 0.001)
     handle = qkeel.apply(model, "qk_clip:threshold=15", optimizer, batch=x)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         for _ in range(12):
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    told = [str(x.message) for x in caught if "does not bring" in str(x.message)]
+            step(model, optimizer, x)
+    told = [text for text in caught if "does not bring" in text]
     assert len(told) == says
     if says:
         assert "head 0, under 15" in told[0]

@@ -1,68 +1,42 @@
 """Which optimizers lalr and qk_lr take, and that finding out leaves no trace."""
 
-from __future__ import annotations
-
 import copy
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from tests.each_row import each_row
+from tests.training import sgd
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import qkeel
 from qkeel.errors import QkeelWarning, RefusedError
 
-from .models import attention, gradients, step_by
+from .models import (
+    OPTIMIZERS,
+    attention,
+    gradients,
+    matrices,
+    optimizer_of,
+    step_by,
+)
 
-LINEAR: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "Adadelta": lambda p: torch.optim.Adadelta(p),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr_decay=0.1, weight_decay=0.1),
-    "Adam": lambda p: torch.optim.Adam(p, weight_decay=0.1),
-    "Adam fused": lambda p: torch.optim.Adam(p, fused=True),
-    "Adam tensor rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
-    "Adam fused tensor rate": lambda p: torch.optim.Adam(
-        p, lr=torch.tensor(0.01), fused=True
-    ),
-    "AdamW": lambda p: torch.optim.AdamW(p, weight_decay=0.1),
-    "AdamW rate 0": lambda p: torch.optim.AdamW(p, lr=0.0),
-    "AdamW tiny rate": lambda p: torch.optim.AdamW(p, lr=1e-9),
-    "NAdam": lambda p: torch.optim.NAdam(
-        p, decoupled_weight_decay=True, weight_decay=0.1
-    ),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
-    "SGD": lambda p: torch.optim.SGD(p, momentum=0.9, weight_decay=0.1, nesterov=True),
-    "Muon": lambda p: torch.optim.Muon(p, weight_decay=0.1),
-    "Adafactor below 1/√t": lambda p: torch.optim.Adafactor(
-        p, lr=1e-4, weight_decay=0.1
-    ),
+LINEAR = {
+    **OPTIMIZERS,
+    "Adam by a tensor": {"lr": torch.tensor(0.01), "fused": True},
+    "AdamW at rate 0": {"lr": 0.0},
+    "AdamW at a tiny rate": {"lr": 1e-9},
+    "Adafactor below 1/√t": {"lr": 1e-4, "weight_decay": 0.1},
 }
-REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
-    "Adafactor": (
-        lambda p: torch.optim.Adafactor(p, lr=0.5),
-        "Adafactor at half the rate was not half as long",
-    ),
-    "Adafactor default": (lambda p: torch.optim.Adafactor(p), "was not half as long"),
-    "ASGD": (
-        lambda p: torch.optim.ASGD(p),
-        "ASGD at half the rate was not half as long",
-    ),
-    "Rprop": (
-        lambda p: torch.optim.Rprop(p),
-        "Rprop at half the rate was not half as long",
-    ),
-    "LBFGS": (lambda p: torch.optim.LBFGS(p), "LBFGS failed: .*closure"),
-    "SparseAdam": (
-        lambda p: torch.optim.SparseAdam(p),
-        "SparseAdam failed: .*dense gradients",
-    ),
+NOT_HALF = "at half the rate was not half as long"
+REFUSED = {
+    "Adafactor": ({"lr": 0.5}, f"Adafactor {NOT_HALF}"),
+    "Adafactor by default": ({}, NOT_HALF),
+    "ASGD": ({}, f"ASGD {NOT_HALF}"),
+    "Rprop": ({}, f"Rprop {NOT_HALF}"),
+    "LBFGS": ({}, "LBFGS failed: .*closure"),
+    "SparseAdam": ({}, "SparseAdam failed: .*dense gradients"),
 }
-
-
-def matrices(model):
-    return [p for p in model.parameters() if p.ndim == 2]
 
 
 @pytest.mark.parametrize(
@@ -73,9 +47,9 @@ def matrices(model):
     ],
 )
 def test_others_are_refused_and_the_model_is_as_it_was(name, remedy):
-    make, reason = REFUSED[name]
+    options, reason = REFUSED[name]
     model = attention(torch.float32)
-    optimizer = make(matrices(model))
+    optimizer = optimizer_of(name, matrices(model), **options)
     with pytest.raises(
         RefusedError,
         match=rf"{remedy.partition(':')[0]} needs an optimizer whose step is proportional.*{reason}",
@@ -129,13 +103,13 @@ def test_others_are_taken_and_trying_them_leaves_everything_as_it_was(
     name,
 ):
     model = attention(torch.float32)
-    optimizer = LINEAR[name](matrices(model))
+    optimizer = optimizer_of(name, matrices(model), **LINEAR[name])
     # A scheduler binds `optimizer.step` to the user's optimizer: a copy of its attributes would step that one.
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     for grads in gradients(model, 2):
         step_by(model, optimizer, grads)
         scheduler.step()
-    calls: list[object] = []
+    calls = []
     hook = register_optimizer_step_post_hook(lambda *a: calls.append(a))
     before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     random = torch.get_rng_state()
@@ -198,7 +172,7 @@ def test_low_precision_weights_are_refused(dtype):
         RefusedError,
         match=f"which {dtype} weights round away .q_proj.weight.; keep float32",
     ):
-        qkeel.apply(model, "lalr", torch.optim.SGD(model.parameters(), lr=0.1))
+        qkeel.apply(model, "lalr", sgd(model))
 
 
 @pytest.mark.parametrize("remedy", ["lalr", "qk_lr", "qk_clip"])
@@ -218,7 +192,7 @@ def test_an_optimizer_that_cannot_be_tried_may_be_clipped_by_but_not_scaled():
         def __init__(self, model, secret):
             super().__init__(model.parameters(), {"lr": 0.1, "secret": secret})
 
-        def step(self, closure=None):  # type: ignore[override]
+        def step(self, closure=None):
             raise AssertionError("never stepped")
 
     model = attention(torch.float32)

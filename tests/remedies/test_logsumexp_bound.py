@@ -1,15 +1,12 @@
 """QK-Clip reads what the kernel hands out: largest logsumexps bound the logits, and heads over them are exact."""
 
-from __future__ import annotations
-
-import warnings
-from typing import Any
-
 import pytest
 import torch
-from tests.attention import Attention, Joint, fused_causal
+from tests.attention import Attention, from_heads, to_heads
+from tests.training import sgd, warned
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
@@ -26,7 +23,7 @@ class Layer(Attention):
         self.dropout, self.padded = dropout, padded
 
     def heads(self, x):
-        return [y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.projected(x)]
+        return [to_heads(y, 4, -1) for y in self.projected(x)]
 
     def seen(self, x):
         """Of the first sample, where it is padded, the first two rows see nothing."""
@@ -39,7 +36,7 @@ class Layer(Attention):
         mask = self.seen(x) if self.padded else None
         rate = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, mask, rate, mask is None)
-        return x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.out(from_heads(y))
 
 
 def largest(model, x):
@@ -71,7 +68,7 @@ def test_heads_over_the_threshold_are_clipped_to_it_and_the_others_keep_their_bi
         model[1].q.weight[8:24] *= 20
     model.to(dtype)
     x = torch.randn(3, 9, 32).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     tau = 2.0
     qkeel.apply(model, f"qk_clip:threshold={tau}", optimizer, batch=x)
     torch.manual_seed(6)
@@ -95,7 +92,7 @@ def test_heads_over_the_threshold_are_clipped_to_it_and_the_others_keep_their_bi
 def test_a_reference_pass_between_two_trained_ones_does_not_clip():
     torch.manual_seed(7)
     model = nn.Sequential(Layer())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     x = torch.randn(2, 9, 32)
     qkeel.apply(model, "qk_clip:threshold=5", optimizer, batch=x)
     for _ in range(4):
@@ -108,40 +105,12 @@ def test_a_reference_pass_between_two_trained_ones_does_not_clip():
         assert torch.equal(model[0].q.weight, weight)
 
 
-class PartlyCheckpointed(Joint):
-    def __init__(self, is_checkpointed):
-        super().__init__(fused_causal)
-        self.is_checkpointed = is_checkpointed
-
-    def forward(self, x):
-        if self.is_checkpointed:
-            return checkpoint(super().forward, x, use_reentrant=False)
-        return super().forward(x)
-
-
-def test_an_active_clip_saves_nothing_for_backward_in_a_checkpoint():
-    """A checkpoint raises if what it computes again saves another number of tensors."""
-    losses = []
-    for is_checkpointed in (False, True):
-        torch.manual_seed(0)
-        model = PartlyCheckpointed(is_checkpointed)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        qkeel.apply(model, "qk_clip:threshold=0.1", optimizer)
-        losses.append([])
-        for _ in range(6):
-            loss = model(torch.randn(2, 5, 8)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(loss.item())
-    assert losses[0] == losses[1]
-
-
 def test_an_idle_clip_makes_no_pass_over_q_and_k(
     monkeypatch,
 ):
     torch.manual_seed(8)
     model = nn.Sequential(Layer(), Layer())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = sgd(model, 0.001)
     x = torch.randn(2, 9, 32)
     qkeel.apply(model, "qk_clip:threshold=100", optimizer, batch=x)
     calls = []
@@ -178,8 +147,8 @@ def test_a_compiled_pass_is_not_made_twice_while_nothing_is_over(by, monkeypatch
         torch._dynamo.reset()
         torch.manual_seed(9)
         last = Checkpointed() if by == "checkpointed" else Layer()
-        model: Any = Stack(Layer(padded=by == "padded layers"), Layer(), last)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        model = Stack(Layer(padded=by == "padded layers"), Layer(), last)
+        optimizer = sgd(model, 0.01)
         run = model
         if remedy != "none" and by == "padded layers":
             for layer in model:
@@ -220,8 +189,8 @@ def test_a_compiled_model_with_heads_over_the_threshold_is_clipped_exactly():
     for compiled in (False, True):
         torch._dynamo.reset()
         torch.manual_seed(10)
-        model: Any = Stack(Layer(), Layer())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model = Stack(Layer(), Layer())
+        optimizer = sgd(model, 0.0)
         x = torch.randn(2, 9, 32)
         run = torch.compile(model, backend="aot_eager") if compiled else model
         qkeel.apply(run, "qk_clip:threshold=2", optimizer, batch=x)
@@ -233,7 +202,7 @@ def test_a_compiled_model_with_heads_over_the_threshold_is_clipped_exactly():
             optimizer.step()
         weights.append(model[1].q.weight.detach().clone())
         assert largest(model, x).max() < 2.001
-    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
+    assert_close(*weights, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("reason", ["processes", "inputs"])
@@ -247,8 +216,8 @@ def test_no_second_pass_where_it_would_hang_or_see_other_inputs(reason, monkeypa
     torch._dynamo.reset()
     torch.manual_seed(11)
     x = torch.randn(2, 9, 32)
-    model: Any = (Writes if reason == "inputs" else Stack)(Layer(), Layer())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model = (Writes if reason == "inputs" else Stack)(Layer(), Layer())
+    optimizer = sgd(model, 0.0)
     run = torch.compile(model, backend="aot_eager")
     qkeel.apply(run, "qk_clip:threshold=5", optimizer, batch=x)
     second_passes = []
@@ -261,16 +230,14 @@ def test_no_second_pass_where_it_would_hang_or_see_other_inputs(reason, monkeypa
     if reason == "processes":
         # A world of two in which nothing else is asked of the other process.
         monkeypatch.setattr("qkeel.sites.tap.dist.world", lambda: 2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         for step in range(7):
             if step == 4:
                 with torch.no_grad():
                     model[1].q.weight[8:16] *= 50
             run(x).float().square().mean().backward()
             optimizer.step()
-    words = [str(warning.message) for warning in caught]
-    told = any("writes into its inputs" in text for text in words)
+    told = any("writes into its inputs" in text for text in caught)
     assert told == (reason == "inputs")
     # Of seven passes 1, 2 and 4 are observed, and 5, which was over the threshold and wrote into its inputs, made 6 and
     # 7 observed too. On several processes all are.

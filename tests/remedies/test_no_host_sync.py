@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.training import adamw, sgd
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -47,10 +48,8 @@ def steps(remedy, layers, optimizer="fused"):
     """Operators of one optimizer step after two others."""
     model, x = model_of(layers), torch.randn(2, 5, 16)
     made = {
-        "fused": lambda: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
-        "sgd": lambda: torch.optim.SGD(
-            model.parameters(), lr=1e-2, momentum=0.9, foreach=True
-        ),
+        "fused": lambda: adamw(model, 0.01, fused=True),
+        "sgd": lambda: sgd(model, 0.01, momentum=0.9, foreach=True),
     }[optimizer]()
     handle = qkeel.apply(model, remedy, made) if remedy != "none" else None
     mode = NoReads()

@@ -1,9 +1,6 @@
 """Remedies on several processes: equal to one process or refused on all, without a hang and without half a change."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,7 +8,8 @@ import pytest
 import torch
 from tests.contract.processes.setups import SETUPS
 from tests.forked import spawn
-from torch import Tensor, nn
+from tests.training import adamw
+from torch import nn
 
 import qkeel
 from qkeel.distributed import ApartError
@@ -84,8 +82,8 @@ class Two:
     """Two processes, of which this one is the first: what it sends, and what the second one says."""
 
     def __init__(self, monkeypatch):
-        self.sent: list[str] = []
-        self.other: Callable[[str], str] = lambda text: text
+        self.sent = []
+        self.other = lambda text: text
         for name, value in {
             "world": lambda: 2,
             "rank": lambda: 0,
@@ -141,7 +139,7 @@ def test_maxima_are_shared_by_replicas_and_lie_side_by_side_for_stages(
     if kind == "stage":
         two.other = lambda text: text.replace("alike", "other")
     maxima = SharedMaxima(target)
-    sent: list[Tensor] = []
+    sent = []
 
     def reduced(row, by):
         sent.append(row)
@@ -165,13 +163,13 @@ def test_maxima_are_shared_by_replicas_and_lie_side_by_side_for_stages(
 def test_sites_are_known_again_by_their_names():
     model = attention(torch.float64, 4)
     sites = qkeel.find_sites(model)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = adamw(model)
     with pytest.raises(RefusedError, match="was found in a model with other weights"):
         qkeel.apply(torch.nn.Sequential(model), "lalr", optimizer, sites=sites)
     with pytest.raises(
         InvalidTypeError, match=r"expected sites as qkeel.find_sites returned them"
     ):
-        qkeel.apply(model, "lalr", optimizer, sites=["attention"])  # type: ignore[list-item]
+        qkeel.apply(model, "lalr", optimizer, sites=["attention"])
     with pytest.raises(RefusedError, match="give a batch in place of the sites"):
         qkeel.apply(model, "softcap", optimizer, sites=sites)
     assert not optimizer._optimizer_step_pre_hooks
@@ -196,11 +194,11 @@ def test_under_deepspeeds_zero_what_cannot_act_is_refused_by_its_name(
 ):
     monkeypatch.setitem(
         sys.modules, "deepspeed.runtime.engine", SimpleNamespace(DeepSpeedEngine=Engine)
-    )  # type: ignore[arg-type]
+    )
     refused = pytest.raises(RefusedError, match=f"ZeRO, stage {stage}")
     for remedy in ("lalr", "qk_clip", "qk_norm", "softcap"):
         model = attention()
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = adamw(model)
         engine = Engine(model, stage)
         if stage == 0 or (stage < 3 and remedy == "softcap"):
             qkeel.apply(engine, remedy, optimizer).remove()
@@ -212,9 +210,9 @@ def test_under_deepspeeds_zero_what_cannot_act_is_refused_by_its_name(
         else:
             with refused:
                 qkeel.apply(engine, remedy, optimizer)
-    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace())
     model = attention()
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = adamw(model)
     handle = qkeel.apply(model, "lalr", optimizer)
     engine = Engine(model, stage)  # as deepspeed.initialize makes it afterwards
     engine.module(torch.randn(1, 5, 16, dtype=torch.float64)).sum().backward()

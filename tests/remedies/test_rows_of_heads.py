@@ -1,13 +1,13 @@
 """Remedies on steps act on the rows of queries and keys in every layout of the table, and leave all else bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 import torch
 from tests.attention import values
 from tests.sites.models import CASES
+from tests.training import adamw, sgd, step
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.sites import Tap
@@ -70,7 +70,7 @@ def test_rows_of_queries_and_keys_take_their_share_of_the_step_and_others_all(
             assert torch.equal(p[~rows], full[~rows]), n
         assert (full[rows] != old[n][rows]).all()
         near = old[n] + share * (full - old[n])
-        torch.testing.assert_close(p[rows], near[rows], rtol=1e-12, atol=1e-14)
+        assert_close(p[rows], near[rows], rtol=1e-12, atol=1e-14)
 
 
 def largest(model, x, sites):
@@ -90,17 +90,16 @@ def test_a_clip_brings_each_head_or_the_worst_of_a_group_to_the_threshold(name, 
     sites = [*qkeel.find_sites(model, x)]
     before = largest(model, x, sites)
     tau = float(before.mean())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     remedy = f"qk_clip:threshold={tau},groups={groups}"
     with qkeel.apply(model, remedy, optimizer, batch=x):
-        model(x).sum().backward()
-        optimizer.step()
+        step(model, optimizer, x)
     gamma = (tau / before).clamp(max=1)
     if groups == "group":
         heads, keys = CASES[name].heads
         key_of = CASES[name].key_heads or [h * keys // heads for h in range(heads)]
         gamma = torch.stack([gamma[torch.tensor(key_of) == g].min() for g in key_of])
-    torch.testing.assert_close(largest(model, x, sites), before * gamma)
+    assert_close(largest(model, x, sites), before * gamma)
     for n, p in model.named_parameters():
         others = ~masks.get(n, torch.full_like(p, p.ndim < 2) > 0)
         assert torch.equal(p[others], old[n][others]), n
@@ -108,7 +107,7 @@ def test_a_clip_brings_each_head_or_the_worst_of_a_group_to_the_threshold(name, 
 
 def test_gains_of_norms_on_queries_and_keys_are_frozen_and_those_of_values_are_not():
     model = decoder(spec=qkeel.preset("qwen3"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = adamw(model, 0.1)
     before = values(model)
     with qkeel.apply(model, "frozen_qk", optimizer):
         train(model, optimizer, 3)

@@ -2,11 +2,12 @@
 
 import copy
 import io
-import warnings
 
 import pytest
 import torch
 from tests.attention import Attention
+from tests.drawing import randn
+from tests.training import adamw, sgd, warned
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -22,16 +23,14 @@ from .models import D_MODEL, attention
 
 SPECS = ["lalr", "lalr:norm=spectral", "qk_clip:threshold=0.5,steps=matched"]
 every_spec = pytest.mark.parametrize("spec", SPECS)
-X = torch.randn(
-    2, 7, D_MODEL, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-)
+X = randn(2, 7, D_MODEL, dtype=torch.float64, seed=0)
 
 
 def made():
     model = attention(torch.float64, 2)
     with torch.no_grad():
         model.q_proj.weight.mul_(3)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+    return model, adamw(model, 0.05)
 
 
 def train(model, optimizer, steps):
@@ -72,9 +71,7 @@ def test_plain_saving_continues_bit_for_bit(spec, apply_first):
     if not apply_first:
         qkeel.apply(model, spec, optimizer)
     # A warning of ours stops nobody, not even as an error.
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", QkeelWarning)
+    with warned(QkeelWarning) as told:
         train(model, optimizer, 5)
     assert not told
     assert all(map(torch.equal, weights(model), expected))
@@ -107,15 +104,13 @@ def handwritten(seed, optimizers=1):
 
 def steps(model, optimizers, n):
     """Trains, and returns what qkeel warns of."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", QkeelWarning)
+    with warned(QkeelWarning) as told:
         for _ in range(n):
             (model(X) - X.roll(1, 1)).square().mean().backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    return [str(warning.message) for warning in told]
+    return told
 
 
 def initialised_by_hand(optimizer):
@@ -228,7 +223,7 @@ def test_momentum_shows_that_steps_were_taken_and_an_initialised_state_does_not(
     is_stepped,
 ):
     model, _ = handwritten(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model, momentum=0.9)
     if is_stepped:
         steps(model, [optimizer], 1)
     else:
@@ -280,9 +275,7 @@ def test_a_state_that_the_handle_loads_is_not_missing():
     assert {f"0.{name}": x for name, x in values} == {
         name: x.tolist() for name, x in state.items()
     }
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", QkeelWarning)
+    with warned(QkeelWarning) as told:
         train(model, optimizer, 1)
     assert not told
 

@@ -1,36 +1,26 @@
 """A step under a remedy is the optimizer's own times a factor for each head, for any optimizer; factors by hand."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
+from tests.attention import values
+from tests.training import adamw, sgd
 from torch import nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.remedies import REMEDIES
 
-from .models import Make, attention, gradients, mla, step_by
+from .models import (
+    OPTIMIZERS,
+    attention,
+    gradients,
+    matrices,
+    mla,
+    optimizer_of,
+    step_by,
+)
 
 TAU, RATE, DECAY = 0.3, 0.01, 0.1
-OPTIMIZERS: dict[str, Make] = {
-    "adamw": lambda p, lr: torch.optim.AdamW(p, lr, weight_decay=DECAY),
-    "adamw_fused": lambda p, lr: torch.optim.AdamW(
-        p, lr, weight_decay=DECAY, fused=True
-    ),
-    "adamw_foreach": lambda p, lr: torch.optim.AdamW(p, lr, foreach=True),
-    "adam_l2": lambda p, lr: torch.optim.Adam(p, lr, weight_decay=0.1),
-    "sgd": lambda p, lr: torch.optim.SGD(
-        p, lr, momentum=0.9, nesterov=True, weight_decay=0.1
-    ),
-    "rmsprop": lambda p, lr: torch.optim.RMSprop(p, lr, momentum=0.5),
-    "adagrad": lambda p, lr: torch.optim.Adagrad(p, lr, weight_decay=0.1),
-    "radam": lambda p, lr: torch.optim.RAdam(p, lr),
-    "adadelta": lambda p, lr: torch.optim.Adadelta(p, 100 * lr),
-    # It makes one step of a whole matrix, of which each head's rows are scaled.
-    "muon": lambda p, lr: torch.optim.Muon(p, lr, weight_decay=DECAY),
-}
 
 
 def qk_factors(start, now):
@@ -44,16 +34,15 @@ def qk_factors(start, now):
     ("name", "options"),
     [
         *((name, "") for name in OPTIMIZERS),
-        *((name, ",decay=plain") for name in ("adamw", "adamw_fused", "muon")),
-        ("sgd", ",norm=spectral"),
+        *((name, ",decay=plain") for name in ("AdamW", "AdamW fused", "Muon")),
+        ("SGD", ",norm=spectral"),
     ],
 )
 def test_each_head_takes_its_factor_of_the_optimizers_own_step(name, options):
     order = 2 if "spectral" in options else "fro"
     model, plain = attention(), attention()
     optimizer, other = (
-        OPTIMIZERS[name]([p for p in m.parameters() if p.ndim == 2], RATE)
-        for m in (model, plain)
+        optimizer_of(name, matrices(m), **OPTIMIZERS[name]) for m in (model, plain)
     )
     weights = {"q": (model.q_proj.weight, 4), "k": (model.k_proj.weight, 2)}
 
@@ -75,7 +64,7 @@ def test_each_head_takes_its_factor_of_the_optimizers_own_step(name, options):
                 w.add_(torch.randn_like(w))
             for p, source in zip(plain.parameters(), model.parameters()):
                 p.copy_(source)
-        old = {n: p.detach().clone() for n, p in model.named_parameters()}
+        old = values(model)
         factors = qk_factors(start, norms())
         step_by(model, optimizer, grads)
         step_by(plain, other, grads)
@@ -85,7 +74,7 @@ def test_each_head_takes_its_factor_of_the_optimizers_own_step(name, options):
                 factor = TAU * factors[n[0]].repeat_interleave(4)[:, None]
                 base = old[n] * (1 - RATE * DECAY if "plain" in options else 1)
                 expected = base + factor * (p.detach() - base)
-            torch.testing.assert_close(
+            assert_close(
                 model.get_parameter(n).detach(), expected, rtol=1e-12, atol=1e-14
             )
     handle.remove()
@@ -94,12 +83,12 @@ def test_each_head_takes_its_factor_of_the_optimizers_own_step(name, options):
 
 def factors(model, changes, remedy="lalr:tau=1"):
     """The factor of each row after weights were multiplied, read off one step of plain SGD."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = sgd(model, 0.5)
     with qkeel.apply(model, remedy, optimizer):
         with torch.no_grad():
             for name, factor in changes.items():
                 model.get_parameter(name).mul_(factor)
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        before = values(model)
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         optimizer.step()
@@ -137,7 +126,6 @@ def twice():
 
 Q, K = "q_proj", "k_proj"
 # A model, by what its weights are multiplied after the start, τ, and the factors: by hand from algorithms 1 and 2.
-CASES: list[tuple[Callable[[], nn.Module], dict[str, float], float, dict[str, float]]]
 CASES = [
     (attention, {}, 0.25, {Q: 0.25, K: 0.25, "v_proj": 1, "o_proj": 1}),
     (lambda: attention(n_kv_heads=4), {Q: 5, K: 3}, 1, {Q: 1 / 3, K: 1 / 5}),
@@ -179,7 +167,7 @@ def test_rates_are_those_of_the_published_algorithms(
     rates = factors(build(), changes, f"lalr:tau={tau}")
     for name, factor in expected.items():
         rate = rates[f"{name}.weight"]
-        torch.testing.assert_close(rate, torch.full_like(rate, factor), msg=name)
+        assert_close(rate, torch.full_like(rate, factor), msg=name)
 
 
 def test_the_term_that_binds_may_change_between_start_and_now():
@@ -194,7 +182,7 @@ def test_the_term_that_binds_may_change_between_start_and_now():
             * model.k_rope.weight.norm()
         )
     rate = factors(model, {"k_rope.weight": 1e4})["q_down.weight"]  # … later the other
-    torch.testing.assert_close(rate, (nope / (rope * 1e4)).expand_as(rate))
+    assert_close(rate, (nope / (rope * 1e4)).expand_as(rate))
 
 
 def test_biases_keep_the_base_rate_and_so_do_weights_that_were_zero_at_the_start():
@@ -202,14 +190,14 @@ def test_biases_keep_the_base_rate_and_so_do_weights_that_were_zero_at_the_start
     assert torch.allclose(rates["q_proj.bias"], torch.ones(16).double())
     assert torch.allclose(rates["k_proj.bias"], torch.ones(8).double())
     model = zero()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = sgd(model, 0.5)
     with qkeel.apply(model, "lalr:tau=0.5", optimizer):
         nn.init.constant_(model.q_proj.weight, 3.0)  # nothing to be compared with
         keys = model.k_proj.weight.detach() - 0.25
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         optimizer.step()
-    torch.testing.assert_close(model.k_proj.weight.detach(), keys)
+    assert_close(model.k_proj.weight.detach(), keys)
 
 
 def test_the_factors_of_two_remedies_multiply():
@@ -220,7 +208,7 @@ def test_the_factors_of_two_remedies_multiply():
         "qk_lr:factor=0.5+lalr:tau=0.5",
     ):
         model = attention()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimizer = adamw(model, 0.1)
         qkeel.apply(model, remedy, optimizer)
         for grads in gradients(model, 5):
             step_by(model, optimizer, grads)

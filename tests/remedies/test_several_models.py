@@ -1,12 +1,9 @@
 """Remedies on several models as one: as if applied to each, with one state."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from tests.contract.watch.small import batch, small
+from tests.training import adamw
 from torch import nn
 
 import qkeel
@@ -18,7 +15,7 @@ REMEDIES = "lalr:tau=0.3+qk_weight_decay:decay=1+qk_clip:threshold=0.05"
 def made():
     """Two models in a row, and the optimizer of both."""
     models = [small(0), small(1)]
-    return models, torch.optim.AdamW(nn.ModuleList(models).parameters(), lr=1e-2)
+    return models, adamw(nn.ModuleList(models), 0.01)
 
 
 def marks(models):
@@ -34,7 +31,7 @@ def trained(how):
     models, optimizer = made()
     examples = [batch(8), batch(9)]
     sites = [qkeel.find_sites(model, batch(8)) for model in models]
-    applied: list[tuple[Any, dict[str, Any]]] = {
+    applied = {
         "each": [(m, {"batch": x}) for m, x in zip(models, examples)],
         "examples": [(models, {"batch": examples})],
         "sites": [(models, {"sites": sites})],
@@ -84,6 +81,6 @@ def test_what_cannot_be_applied_as_one_changes_nothing():
         ),
     ]:
         with pytest.raises(error, match=words):
-            qkeel.apply(given, REMEDIES, optimizer, **options)  # type: ignore[arg-type]
+            qkeel.apply(given, REMEDIES, optimizer, **options)
     assert torch.equal(weights(models), before)
     assert not marks(models)

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from tests.attention import Attention
+from tests.attention import Attention, values
+from tests.drawing import randint, randn
 from torch import nn
 from torch.optim import SGD, AdamW
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.nn import Decoder, DecoderConfig
@@ -26,13 +28,13 @@ def by_kind(model):
 
 def train(model, optimizers, steps=3):
     for step in range(steps):
-        tokens = torch.randint(8, (2, 6), generator=torch.Generator().manual_seed(step))
+        tokens = randint(8, (2, 6), seed=step)
         logits = model(tokens)
         nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return values(model)
 
 
 def warned(record):
@@ -70,7 +72,7 @@ class Separate(Attention):
         return (TAU / self.largest(x)).clamp(max=1)
 
 
-X = torch.randn(8, 16, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(1))
+X = randn(8, 16, HEADS * HEAD_DIM, seed=1)
 
 
 def muon_and_adamw(model):
@@ -121,9 +123,7 @@ def test_each_tensor_is_clipped_after_the_step_of_the_optimizer_that_holds_it(
     for name, p in plain.named_parameters():
         factors = 1.0 if name.startswith("v") else root if p.ndim < 2 else root[:, None]
         expected = p.detach().double() * factors
-        torch.testing.assert_close(
-            clipped.get_parameter(name).detach().double(), expected, msg=name
-        )
+        assert_close(clipped.get_parameter(name).detach().double(), expected, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -169,4 +169,4 @@ def test_what_an_optimizer_without_a_step_holds_is_clipped_before_the_next_pass(
     first.step()
     model(X)
     near = torch.full((HEADS,), TAU).double()
-    torch.testing.assert_close(model.largest(X), near, rtol=1e-5, atol=0)
+    assert_close(model.largest(X), near, rtol=1e-5, atol=0)

@@ -1,15 +1,15 @@
 """sigma_reparam against the obvious implementation, its buffer, its gain, and folding it."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import pytest
 import torch
+from tests.attention import from_heads
 from tests.each_row import each_row
+from tests.training import adamw, sgd
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
@@ -72,10 +72,7 @@ def test_equals_the_obvious_implementation_over_training_steps(init, shape):
     start = start * torch.sign(start @ model.scale.right)  # it has no sign
     sigma = torch.linalg.matrix_norm(weight, 2)
     plain = Plain(weight, sigma if init == "keep" else torch.ones_like(sigma), start)
-    a, b = (
-        torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
-        for m in (model.linear, plain)
-    )
+    a, b = (sgd(m, momentum=0.9) for m in (model.linear, plain))
     rng = torch.Generator().manual_seed(1)
     for step in range(20):
         x = torch.randn(3, shape[1], generator=rng, dtype=torch.float64)
@@ -105,16 +102,16 @@ def changed(*shape):
 def trained(*reentrant, compiled=False):
     """Weights, gradients and buffers after two steps."""
     model = changed(9, 9)
-    run: Any = torch.compile(model, backend="aot_eager") if compiled else model
+    run = torch.compile(model, backend="aot_eager") if compiled else model
     rng = torch.Generator().manual_seed(3)
-    optimizer = torch.optim.SGD(model.linear.parameters(), lr=0.1)
+    optimizer = sgd(model.linear)
     for _ in range(2):
         optimizer.zero_grad()
         x = torch.randn(4, 9, generator=rng, dtype=torch.float64, requires_grad=True)
         run(x, *reentrant).square().sum().backward()
         optimizer.step()
     parameters = list(model.linear.parameters())
-    return [*parameters, *(p.grad for p in parameters), *model.linear.buffers()]  # type: ignore[misc]
+    return [*parameters, *(p.grad for p in parameters), *model.linear.buffers()]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +120,7 @@ def trained(*reentrant, compiled=False):
 def test_passes_that_checkpointing_repeats_have_the_gradients_of_plain_ones(
     reentrant,
 ):
-    torch.testing.assert_close(trained(*reentrant), trained(), rtol=1e-12, atol=1e-12)
+    assert_close(trained(*reentrant), trained(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +129,7 @@ def test_passes_that_checkpointing_repeats_have_the_gradients_of_plain_ones(
 def test_and_so_have_compiled_ones(reentrant):
     torch.compiler.reset()
     compiled = trained(*reentrant, compiled=True)
-    torch.testing.assert_close(compiled, trained(), rtol=1e-12, atol=1e-12)
+    assert_close(compiled, trained(), rtol=1e-12, atol=1e-12)
 
 
 def test_power_iteration_makes_one_step_for_a_pass_and_none_in_evaluation():
@@ -159,7 +156,7 @@ def test_power_iteration_makes_one_step_for_a_pass_and_none_in_evaluation():
     assert not torch.equal(start, once)
     assert torch.equal(right_after("evaluation"), start)
     for way in ("repeated pass", "layer alone", "functional", "compiled"):
-        torch.testing.assert_close(right_after(way), once, rtol=1e-12, atol=1e-12)
+        assert_close(right_after(way), once, rtol=1e-12, atol=1e-12)
     model = changed(4, 6)
     (model(x) + model(x)).sum().backward()  # two passes before a backward
 
@@ -184,7 +181,7 @@ def test_the_scale_stays_in_full_precision_under_autocast_and_casts():
 
 def test_the_stored_weight_is_that_of_a_site_and_is_what_step_remedies_scale():
     model = decoder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     qkeel.apply(model, "sigma_reparam+qk_lr:factor=0", optimizer)
     site = qkeel.find_sites(model)[0]
     stored = f"{Q}.parametrizations.weight.original"
@@ -209,7 +206,7 @@ class OwnWeight(nn.Module):
         qkv = nn.functional.linear(self.embedding(x), self.qkv)
         q, k, v = qkv.unflatten(-1, (3, 2, 8)).transpose(1, 3).unbind(2)
         o = nn.functional.scaled_dot_product_attention(q, k, v)
-        return o.transpose(1, 2).flatten(2)
+        return from_heads(o)
 
 
 @each_row(
@@ -255,7 +252,7 @@ class Encoder(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding, self.head = nn.Embedding(13, 16), nn.Linear(16, 13)
-        self.layer: Any = nn.TransformerEncoderLayer(
+        self.layer = nn.TransformerEncoderLayer(
             16, 2, 32, dropout=0.0, batch_first=True
         )
 
@@ -267,7 +264,7 @@ class Encoder(nn.Module):
 def test_torchs_own_attention_is_scaled_restored_and_folded(on):
     model, x = Encoder(), tokens()
     own = model.layer.self_attn
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = adamw(model, 0.01)
     before, output = snapshot(model, optimizer), model(x)
     with torch.no_grad():
         fast = model.eval()(x)
@@ -279,7 +276,7 @@ def test_torchs_own_attention_is_scaled_restored_and_folded(on):
         stored = "layer.self_attn.parametrizations.in_proj_weight.original"
         assert site.query[0].parameter == stored
         with torch.no_grad():
-            torch.testing.assert_close(model.eval()(x), fast, rtol=0, atol=1e-5)
+            assert_close(model.eval()(x), fast, rtol=0, atol=1e-5)
         model.train()
     assert_same(before, snapshot(model, optimizer))
     qkeel.apply(model, f"sigma_reparam:on={on},init=one", optimizer, batch=x)

@@ -6,13 +6,14 @@ import warnings
 
 import pytest
 import torch
-from tests.attention import Attention
+from tests.attention import Attention, values
+from tests.training import sgd
 
 import qkeel
 from qkeel.errors import RefusedError
 
 from .foreign import encoder, example, hf, out
-from .models import assert_same, decoder, gradients, snapshot, step_by
+from .models import assert_same, decoder, snapshot
 from .models import tokens as ids
 
 STEP = ["lalr", "qk_lr", "qk_clip", "qk_weight_decay"]
@@ -53,7 +54,7 @@ class ScheduleFree(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure=None):  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -94,39 +95,6 @@ def test_optimizers_that_would_bring_scaled_weights_back_are_refused(remedy, kin
     assert_same(before, snapshot(model, optimizer))
 
 
-def test_a_wrapper_that_is_no_optimizer_itself_is_looked_through():
-    """As accelerate's: an Optimizer by name, whose constructor never ran and whose hooks nobody calls."""
-
-    class Wrapper(torch.optim.Optimizer):
-        def __init__(self, optimizer):
-            self.optimizer = optimizer
-
-        @property
-        def param_groups(self):
-            return self.optimizer.param_groups
-
-        def step(self, closure=None):  # type: ignore[override]
-            self.optimizer.step()
-
-    results = []
-    for wrap in (False, True):
-        model = hf("llama", "sdpa").train()
-        inner = adamw(model)
-        optimizer = Wrapper(inner) if wrap else inner
-        with qkeel.apply(
-            model,
-            "lalr:tau=0.1+qk_clip:threshold=1+qk_weight_decay",
-            optimizer,
-            batch=example("llama"),
-        ):
-            for grads in gradients(model, 3):
-                out(model, example("llama"))
-                step_by(model, optimizer, grads)
-        results.append([p.detach().clone() for p in model.parameters()])
-        assert not inner._optimizer_step_post_hooks
-    assert all(torch.equal(a, b) for a, b in zip(*results))
-
-
 @pytest.mark.parametrize(
     ("remedy", "fused"), [*zip([*STEP, "spectral_cap"], [False, True] * 3)]
 )
@@ -141,7 +109,7 @@ def test_a_step_that_a_scaler_skips_changes_nothing_on_a_foreign_model(remedy, f
     }.get(remedy, "")
     with qkeel.apply(model, remedy + option, optimizer, batch=example("llama")):
         for overflow in (True, False):
-            before = {n: p.detach().clone() for n, p in model.named_parameters()}
+            before = values(model)
             optimizer.zero_grad()
             scaler.scale(out(model, example("llama")).mean()).backward()
             if overflow:
@@ -276,7 +244,7 @@ def test_attention_that_is_put_in_later_is_told_once(remedy, own):
 
     torch.manual_seed(0)
     model, x = Layers(layer(), layer()), torch.randn(2, 5, 16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with (
         warnings.catch_warnings(record=True) as warned,
         qkeel.apply(model, remedy, optimizer, batch=x),

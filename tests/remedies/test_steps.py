@@ -1,12 +1,10 @@
 """The mechanism of per-head steps: identity, memory, host reads, exceptions, scalers, resume, other hooks."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-from torch import Tensor
+from tests.training import sgd
 
 import qkeel
 from qkeel.errors import InvalidValueError, QkeelWarning, RefusedError
@@ -21,8 +19,8 @@ def test_a_subclass_whose_step_calls_its_parents_is_scaled_once():
             return super().step(closure)
 
     a, b = attention(), attention()
-    torch.optim.SGD(a.parameters(), lr=0.1)
-    one, two = torch.optim.SGD(a.parameters(), lr=0.1), Outer(b.parameters(), lr=0.1)
+    sgd(a)
+    one, two = sgd(a), Outer(b.parameters(), lr=0.1)
     qkeel.apply(a, "lalr", one)
     qkeel.apply(b, "lalr", two)
     for grads in gradients(a, 3):
@@ -33,8 +31,8 @@ def test_a_subclass_whose_step_calls_its_parents_is_scaled_once():
 
 def test_other_post_hooks_see_the_scaled_weights():
     model = attention()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    seen: list[Tensor] = []
+    optimizer = sgd(model, 1.0)
+    seen = []
     optimizer.register_step_post_hook(
         lambda *_: seen.append(model.q_proj.weight.detach().clone())
     )  # an average, say
@@ -45,9 +43,7 @@ def test_other_post_hooks_see_the_scaled_weights():
 
 def test_the_state_is_named_by_weights_and_another_models_is_refused():
     model = attention(torch.float32)
-    handle = qkeel.apply(
-        model, "softcap+lalr", torch.optim.SGD(model.parameters(), lr=0.1)
-    )
+    handle = qkeel.apply(model, "softcap+lalr", sgd(model))
     state = handle.state()
     query, key = (
         f"1.{name}_proj.weight:0/{n}x{D_MODEL // 4}" for name, n in (("q", 4), ("k", 2))
@@ -59,6 +55,8 @@ def test_the_state_is_named_by_weights_and_another_models_is_refused():
         handle.load({query: state[query]})
     with pytest.raises(InvalidValueError, match=r"for k_proj.weight:0/2x4, got \(3,\)"):
         handle.load({**state, key: torch.ones(3)})
+    with pytest.raises(InvalidValueError):
+        handle.load({**state, "1.v_proj.weight:0/2x4": torch.ones(2)})
 
 
 # Weights that are frozen or unfrozen after a remedy has been applied.
@@ -88,7 +86,7 @@ def test_weights_that_were_frozen_later_are_not_clipped_unless_asked():
     x = torch.randn(2, 5, D_MODEL, dtype=torch.float64)
     for option, refused in (("", True), (",frozen=scale", False)):
         model = attention()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         qkeel.apply(model, f"qk_clip:threshold=0.001{option}", optimizer)
         model.q_proj.weight.requires_grad_(False)
         before = model.q_proj.weight.detach().clone()
@@ -113,7 +111,7 @@ def test_a_cap_never_changes_frozen_weights_and_is_refused_if_they_are_over_it()
     ):
         qkeel.apply(model, "spectral_cap:cap=0.001", optimizer)
     model = attention()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     qkeel.apply(model, "spectral_cap:cap=0.001", optimizer)
     model.q_proj.weight.requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
@@ -139,7 +137,7 @@ def test_the_state_of_another_remedy_is_refused(saved, loaded):
     handles = []
     for remedy in (saved, loaded):
         model = attention()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         handles.append((qkeel.apply(model, remedy, optimizer), model, optimizer))
     if saved == loaded:
         handles[1][0].load(handles[0][0].state())

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from tests.drawing import randn
+from tests.training import sgd
 from torch import nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.errors import RefusedError
@@ -32,7 +35,7 @@ def test_spectral_cap_bounds_every_head_or_matrix_after_a_step_and_leaves_the_re
     q, k, v = (getattr(model.blocks[0].attention, f"{n}_proj") for n in "qkv")
     with torch.no_grad():
         q.weight[:4] *= 5  # one head of four
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     q0, k0, v0 = (m.weight.detach().clone() for m in (q, k, v))
     cap = singular(q0[:4]) / 2
     qkeel.apply(model, f"spectral_cap:per={per}", optimizer, cap=cap)
@@ -56,7 +59,7 @@ def test_a_reordered_own_model_computes_what_one_built_in_that_order_computes(
         for block in model.blocks:
             block.attention_norm.weight.uniform_(0.5, 1.5)
             block.mlp_norm.weight.uniform_(0.5, 1.5)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, built)]
+    optimizers = [sgd(m) for m in (model, built)]
     qkeel.apply(model, f"{order}_norm", optimizers[0])
     built.load_state_dict(model.state_dict())  # the same names
     for m, optimizer in zip((model, built), optimizers):
@@ -95,7 +98,7 @@ def test_dropout_scales_what_it_keeps_of_both_branches_and_acts_in_training_alon
     for whole, dropped in zip(outputs[::2], outputs[1::2], strict=True):
         kept = dropped != 0
         assert 0.3 < kept.double().mean() < 0.7
-        torch.testing.assert_close(dropped[kept], 2 * whole[kept])
+        assert_close(dropped[kept], 2 * whole[kept])
     assert torch.equal(model.eval()(tokens()), before)
     handle.remove()
     assert torch.equal(model.train()(tokens()), before)
@@ -112,7 +115,7 @@ def test_final_softcap_caps_the_logits_of_any_model():
                 output = model(tokens())
                 logits.append(output if batch is None else output.logits)
         plain, capped = logits
-        torch.testing.assert_close(capped, 0.05 * torch.tanh(plain / 0.05))
+        assert_close(capped, 0.05 * torch.tanh(plain / 0.05))
 
 
 class Doubled(nn.Module):
@@ -141,11 +144,11 @@ def test_what_makes_the_final_logits_is_observed_or_named():
 
 @pytest.mark.parametrize("wrong", [0.0, torch.nan, torch.inf])
 def test_heads_without_a_finite_largest_singular_value_are_not_capped(wrong):
-    heads = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0))
+    heads = randn(3, 2, 5, seed=0)
     heads[0] *= wrong
     factors = SpectralCap(cap=1e-3).factors(heads.half())
     expected = 1e-3 / torch.linalg.matrix_norm(heads[1:], 2)
     assert factors[0] == 1
-    torch.testing.assert_close(factors[1:], expected, rtol=1e-2, atol=0)
+    assert_close(factors[1:], expected, rtol=1e-2, atol=0)
     if wrong:
         assert (SpectralCap(cap=1e-3, per="matrix").factors(heads) == 1).all()

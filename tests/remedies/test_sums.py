@@ -1,9 +1,10 @@
 """Remedies on a logit that is a sum of products act on all of them, or refuse."""
 
 import pytest
-import torch
+from tests.attention import values
 from tests.quick import one_in
 from tests.sites.sums import SUMS, UNKNOWN, batch, largest, made, unknown
+from tests.training import sgd, step
 
 import qkeel
 from qkeel.errors import RefusedError
@@ -13,13 +14,12 @@ STEPS = 2
 
 def trained(model, remedy, lr):
     """Steps of descent under a remedy; the weights before them."""
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    before = values(model)
+    optimizer = sgd(model, lr)
     with qkeel.apply(model, remedy, optimizer, batch=batch()):
         for _ in range(STEPS):
             optimizer.zero_grad()
-            model(batch()).sum().backward()
-            optimizer.step()
+            step(model, optimizer, batch())
     return before
 
 
@@ -37,6 +37,6 @@ def test_qk_clip_brings_the_whole_logit_to_the_threshold():
 )
 def test_a_part_that_is_not_known_is_refused(name, remedy):
     model = unknown(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with pytest.raises(RefusedError, match=remedy):
         qkeel.apply(model, remedy, optimizer, batch=batch())

@@ -7,14 +7,16 @@ import dataclasses
 import math
 import random
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
 from tests.attention import Attention as Foreign
+from tests.attention import from_heads
+from tests.training import sgd
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.errors import RefusedError
@@ -52,7 +54,7 @@ def computed_by_hook(layer):
     layer.register_parameter("raw", stored)
 
     def compute(module, _):
-        module.weight = module.raw / module.raw.norm() * 4  # type: ignore[operator]
+        module.weight = module.raw / module.raw.norm() * 4
 
     compute(layer, None)
     layer.register_forward_pre_hook(compute)
@@ -67,7 +69,7 @@ def with_a_gain(layer):
     return layer
 
 
-WRAPS: dict[str, Callable[[nn.Linear], nn.Linear]] = {
+WRAPS = {
     "plain": lambda layer: layer,
     "spectral_norm": nn.utils.spectral_norm,
     "weight_norm": with_a_gain,
@@ -104,7 +106,7 @@ class Layer(Foreign):
 
     def forward(self, x):
         y = functional.scaled_dot_product_attention(*self.parts(x))
-        return x + y.transpose(1, 2).flatten(2)
+        return x + from_heads(y)
 
 
 @dataclasses.dataclass
@@ -201,7 +203,7 @@ def largest(drawn, inputs):
 
 def applied(drawn, spec, lr=0.0):
     """The optimizer of a model under a remedy, or None if the remedy is refused."""
-    optimizer = torch.optim.SGD(drawn.model.parameters(), lr=lr)
+    optimizer = sgd(drawn.model, lr)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -238,7 +240,7 @@ def test_a_clip_scales_each_head_to_the_threshold_and_changes_nothing_else(
     for (z, v), (old_z, old_v), factor in zip(
         drawn.observed(), before, gamma, strict=True
     ):
-        torch.testing.assert_close(z, old_z * factor[:, None, None])
+        assert_close(z, old_z * factor[:, None, None])
         assert torch.equal(v, old_v)
 
 
@@ -270,7 +272,7 @@ def test_rates_follow_the_weights_in_use(seed):
     if optimizer is None:
         assert drawn.wrap != "plain"
         return
-    reference = torch.optim.SGD(plain.model.parameters(), lr=rate)
+    reference = sgd(plain.model, rate)
     for one, step in ((drawn, optimizer), (plain, reference)):
         one.model(one.x).square().mean().backward()
         step.step()
@@ -280,9 +282,7 @@ def test_rates_follow_the_weights_in_use(seed):
     ):
         is_weight = (".q." in name or ".k." in name) and "bias" not in name
         taken = (p - start[name]).detach()
-        torch.testing.assert_close(
-            taken, (full - start[name]).detach() * (0.5 if is_weight else 1.0)
-        )
+        assert_close(taken, (full - start[name]).detach() * (0.5 if is_weight else 1.0))
 
 
 class Normed(Layer):
@@ -305,7 +305,7 @@ def test_norms_of_heads_do_not_depend_on_how_weights_are_computed(wrap, groups):
     model = nn.Sequential(Layer(q, k, projections[2], heads=4, size=8))
     x = torch.randn(2, 6, 32, dtype=torch.float64)
     model(x)
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizer = sgd(model, lr=1e-3)
     try:
         handle = qkeel.apply(model, "qk_norm", optimizer, batch=x)
     except RefusedError:
@@ -316,7 +316,7 @@ def test_norms_of_heads_do_not_depend_on_how_weights_are_computed(wrap, groups):
     got = model(x)
     handle.remove()
     reference = nn.Sequential(Normed(q, k, projections[2], heads=4, size=8)).eval()
-    torch.testing.assert_close(got, reference(x), rtol=0, atol=1e-5)
+    assert_close(got, reference(x), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("shown", ["batch", "sites", "watched", "own"])
@@ -329,7 +329,7 @@ def test_keys_that_are_their_own_values_are_left_alone_however_sites_are_known(s
     else:
         query, key = nn.Linear(8, 8), nn.Linear(8, 8)
         model = nn.Sequential(Layer(query, key, key, heads=2, size=4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     more = {"batch": x} if shown == "batch" else {}
     if shown == "sites":
         more = {"sites": qkeel.find_sites(model, x)}
@@ -360,7 +360,7 @@ def test_layers_of_the_same_weights_are_clipped_together_or_not_at_all(
     assert len(sites) == 2
     names = [sites[int(i)].name for i in clipped]
     remedy = QKClip(threshold=0.1, heads=tuple((name, ()) for name in names))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     if len(clipped) == 1:
         with pytest.raises(RefusedError, match="other layers"):
             qkeel.apply(model, remedy, optimizer, batch=x)

@@ -1,13 +1,13 @@
 """z_loss: the gradient is that of a loss with the term written out, however the loss weighs its tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 import torch
+from tests.drawing import rand, randint
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.errors import RefusedError
@@ -17,15 +17,12 @@ from .models import VOCAB, decoder, tokens
 
 C = 0.3
 Loss = Callable[[Tensor, Tensor], Tensor]
-WEIGHTS = (
-    torch.rand(16, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    + 0.1
-)
+WEIGHTS = rand(16, seed=5, dtype=torch.float64) + 0.1
 IGNORED = torch.arange(16) % 3 == 0
 
 
 def targets():
-    return torch.randint(0, VOCAB, (16,), generator=torch.Generator().manual_seed(9))
+    return randint(0, VOCAB, (16,), seed=9)
 
 
 def square(z):
@@ -33,7 +30,7 @@ def square(z):
 
 
 # Per way of weighing tokens: the loss, and the z term a user would write beside it.
-WAYS: dict[str, tuple[Loss, Callable[[Tensor], Tensor]]] = {
+WAYS = {
     "mean": (cross_entropy, lambda z: z_loss(z, C)),
     "sum": (
         lambda z, y: cross_entropy(z, y, reduction="sum"),
@@ -90,7 +87,7 @@ def test_a_token_that_is_all_but_certain_counts_fully():
     ours, theirs = (z.clone().requires_grad_() for _ in range(2))
     cross_entropy(model["head"](ours), y).backward()
     (cross_entropy(theirs, y) + z_loss(theirs, C)).backward()
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=0)
+    assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("order", [("z_loss", "cap"), ("cap", "z_loss")])
@@ -108,7 +105,7 @@ def test_with_a_final_cap_the_term_is_of_the_capped_logits_in_either_order(order
     with qkeel.apply(model, "+".join(specs[name] for name in order)):
         got = gradients(model, lambda z: cross_entropy(z, targets()))
     for g, w in zip(got, want, strict=True):
-        torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-13)
+        assert_close(g, w, rtol=1e-9, atol=1e-13)
 
 
 def test_evaluation_costs_nothing():

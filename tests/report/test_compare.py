@@ -15,8 +15,6 @@ from qkeel.report.study_runs import read_study
 def test_a_difference_is_paired_by_seed_with_students_interval():
     above, below = {0: 2.5, 1: 2.6, 2: 2.7, 9: 5.0}, {0: 2.4, 1: 2.48, 2: 2.59, 7: 1.0}
     found = difference(above, below)
-    assert found is not None
-    assert found.effect is not None
     values = np.array([0.1, 0.12, 0.11])
     low, high = scipy.stats.t.interval(0.95, 2, values.mean(), scipy.stats.sem(values))
     assert (found.mean, found.effect.low, found.effect.high) == pytest.approx(
@@ -37,7 +35,6 @@ def test_a_difference_is_paired_by_seed_with_students_interval():
 )
 def test_what_has_no_interval_says_why(above, words):
     found = difference(dict(enumerate(above)), dict.fromkeys(range(len(above)), 1.0))
-    assert found is not None
     assert found.interval() == words
     assert found.clear == (words[0] == "+")
 
@@ -55,10 +52,8 @@ def test_the_page_leads_with_what_the_study_named_or_else_with_the_baseline_at_i
         8,
     )
     free = primary_cell(read_study(make_study(tmp_path / "free", grid())))
-    assert free is not None
     assert (free[0].remedy, free[0].lr) == ("qk_norm", 0.01)
     other = primary_cell(read_study(tmp_path / "free", "softcap:cap=50"))
-    assert other is not None
     assert (other[0].remedy, other[1].remedy, other[0].lr) == (
         "none",
         "softcap:cap=50",
@@ -134,5 +129,4 @@ def test_what_is_kept_of_the_accuracy_is_compared_with_the_first_form(
         {k: sum(v) / 2 for k, v in KEPT.items()}
     )
     gain = table["kna", "none"].gain
-    assert gain is not None
     assert gain.mean == pytest.approx(0.21)

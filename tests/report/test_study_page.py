@@ -1,7 +1,5 @@
 """The page of a study as a file: from run directories to HTML, without torch, a network or stray markup."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -37,9 +35,9 @@ class Reader(HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.open: list[str] = []
-        self.loads: list[str] = []
-        self.ids: list[str] = []
+        self.open = []
+        self.loads = []
+        self.ids = []
 
     def handle_starttag(self, tag, attrs):
         if tag not in self.VOID:
@@ -65,7 +63,7 @@ def sound(html):
 
 def page(paths, tmp_path):
     out = tmp_path / "out" / "report.html"
-    assert qkeel.report.write(paths, out) == out  # type: ignore[arg-type]
+    assert qkeel.report.write(paths, out) == out
     html = out.read_text(encoding="utf-8")
     sound(html)
     return html
@@ -153,7 +151,7 @@ def test_a_study_in_parts_has_a_column_for_them_and_a_choice_of_charts(
         for made in SMALL
     ]
     html = page(make_study(tmp_path / "study", runs, name="mla"), tmp_path)
-    assert list(embedded(html)["parts"]) == ["mla, adamw", "mha, muon"]  # type: ignore[call-overload]
+    assert list(embedded(html)["parts"]) == ["mla, adamw", "mha, muon"]
     assert html.count('<td class="text">mha, muon</td>') == 2 * 2
     text = text_of(html)
     assert "mla, adamw, LR 0.01: the largest attention logit is" in text
@@ -194,7 +192,7 @@ def test_a_study_of_lengths_leads_with_what_is_kept(tmp_path):
     assert 'data-chart="loss"' not in html
     data = chart_data(read_study(tmp_path / "s"))
     assert data["context"] == 64
-    assert [(c["remedy"], c["method"], c["share"]) for c in data["long"]] == [  # type: ignore[union-attr]
+    assert [(c["remedy"], c["method"], c["share"]) for c in data["long"]] == [
         (0, "none", [0.5, 0.375]),
         (0, "rerope", [0.5, 0.47]),
         (1, "none", [0.5, 0.48]),
@@ -221,7 +219,7 @@ def test_every_text_is_escaped(tmp_path):
     )
     html = page(study, tmp_path)
     assert "<script>alert" not in html
-    assert nasty in embedded(html)["remedies"]  # type: ignore[operator]
+    assert nasty in embedded(html)["remedies"]
     script = json_script("d", {"a": "</script><!--\u2028"})
     assert (script.count("</script>"), "<!--" in script) == (1, False)
     assert json.loads(script[script.index(">") + 1 : -9]) == {
@@ -270,7 +268,7 @@ def test_runs_without_a_result_are_listed(tmp_path):
 
 def test_long_curves_of_held_out_loss_are_thinned_to_every_nth(tmp_path):
     run = make_run(tmp_path / "run", Made(steps=6500))
-    (curves,) = chart_data(read_study(run))["runs"]  # type: ignore[misc]
+    (curves,) = chart_data(read_study(run))["runs"]
     assert [step for step, _ in curves["val_loss"]] == list(range(0, 6501, 100))
 
 
@@ -280,7 +278,7 @@ def test_nan_survives_as_null(tmp_path):
         [dataclasses.replace(SMALL[0], val_loss=float("nan")), *SMALL[1:]],
     )
     html = page(study, tmp_path)
-    assert embedded(html)["losses"][0][3] is None  # type: ignore[index]
+    assert embedded(html)["losses"][0][3] is None
     assert "a value is not finite" in html
 
 

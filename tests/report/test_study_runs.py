@@ -87,7 +87,7 @@ def test_a_path_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(
         TypeError
     ):  # InvalidTypeError, or that of the run-time type check of the tests
-        read_study([3])  # type: ignore[list-item]
+        read_study([3])
 
 
 @pytest.mark.parametrize(

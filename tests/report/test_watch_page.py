@@ -32,7 +32,7 @@ SMALL = Seen(layers=3, heads=4, samples=12)
 def page(paths, tmp_path):
     html = qkeel.report.write(paths, tmp_path / "report.html").read_text(
         encoding="utf-8"
-    )  # type: ignore[arg-type]
+    )
     sound(html)
     return html
 
@@ -228,7 +228,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path):
 @pytest.mark.slow
 def test_eighty_layers_of_128_heads_stay_under_two_megabytes(tmp_path):
     run = make_watch(tmp_path / "run", Seen(layers=80, heads=128, samples=150))
-    data = chart_data(read_watched([run]))["runs"][0]  # type: ignore[index]
+    data = chart_data(read_watched([run]))["runs"][0]
     assert (
         sum(len(line) for lines in data["lines"].values() for line in lines)
         <= MAX_LINES
@@ -244,7 +244,7 @@ def test_thinning_keeps_the_peak(tmp_path):
     logits = [1.0] * 3000
     logits[1234] = 77.0
     run = exact(tmp_path / "r", list(range(3000)), max_logit=logits)
-    data = chart_data(read_watched([run]))["runs"][0]  # type: ignore[index]
+    data = chart_data(read_watched([run]))["runs"][0]
     assert len(data["step"]) <= 300
     assert data["values"]["max_logit"][data["step"].index(1234)] == 77
 

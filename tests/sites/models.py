@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from tests.attention import from_heads, to_heads
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -257,7 +258,7 @@ class Adapted(nn.Module):
 
 def adapted(*, orthogonal):
     model = Heads()
-    model.q = Adapted(orthogonal)  # type: ignore[assignment]
+    model.q = Adapted(orthogonal)
     return model
 
 
@@ -298,8 +299,8 @@ class Sum(Heads):
 
     def forward(self, x):
         layers = (self.q, self.k, self.q2, self.k2, self.v)
-        q, k, q2, k2, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in layers)
-        return ((q @ k.mT + q2 @ k2.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        q, k, q2, k2, v = (to_heads(p(x), H, D) for p in layers)
+        return from_heads((q @ k.mT + q2 @ k2.mT).softmax(-1) @ v)
 
 
 class Itself(Heads):
@@ -346,14 +347,14 @@ def layer():
     return nn.TransformerEncoderLayer(M, H, batch_first=True, dropout=0.1)
 
 
-Q: list[list[Rows]] = [[("q.weight", 0, block())]]
-K: list[list[Rows]] = [[("k.weight", 0, block())]]
+Q = [[("q.weight", 0, block())]]
+K = [[("k.weight", 0, block())]]
 FUSED_Q, FUSED_K = (("qkv.weight", 0, block(H, start)) for start in (0, H * D))
 IN_PROJ = "self_attn.in_proj_weight"
 PER_HEAD = torch.arange(3 * H * D).view(H, 3, D)
 INNERMOST = torch.arange(3 * H * D).view(3, D, H).mT
-A: Rows = ("q.a.weight", 0, torch.arange(3)[None])
-OF_ADAPTER: list[list[Rows]] = [
+A = ("q.a.weight", 0, torch.arange(3)[None])
+OF_ADAPTER = [
     [("q.base.weight", 0, block())],
     [A, ("q.b.weight", 0, block())],
 ]
@@ -361,12 +362,12 @@ OF_ADAPTER: list[list[Rows]] = [
 
 def of_attend(attend, **options):
     groups = options.pop("groups", H)
-    keys: list[list[Rows]] = [[("k.weight", 0, block(groups))]]
+    keys = [[("k.weight", 0, block(groups))]]
     build = lambda: Heads(attend, groups)  # noqa: E731
     return Case(build=build, query=Q, key=keys, heads=(H, groups), **options)
 
 
-CASES: dict[str, Case] = {
+CASES = {
     # layouts of the scores
     "written": of_attend(plain),
     "fused function": of_attend(fused),

@@ -12,20 +12,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from tests.attention import from_heads, to_heads
+from torch import nn
 
 M, H, D, T, B = 32, 4, 8, 24, 2
 NEVER = -math.inf
 
 
-class Truth(NamedTuple):
-    """Per branch the logits [b h t s] in float64, -inf where hidden."""
-
-    logits: np.ndarray
-
-
 def heads(x, n):
-    return x.unflatten(-1, (n, -1)).transpose(1, 2)
+    return to_heads(x, n, -1)
 
 
 def places():
@@ -33,36 +28,31 @@ def places():
 
 
 class Sparse(nn.Module):
-    """Projections, and what the last pass chose: `hidden` by branch, `index` the scores it chose by."""
+    """Projections, the last input in float64, and the pairs [b h t s] that its pass left out."""
 
-    def __init__(self, n_kv_heads=H):
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(M, M)
-        self.q_proj, self.k_proj = (
-            nn.Linear(M, H * D, bias=False),
-            nn.Linear(M, n_kv_heads * D, bias=False),
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(M, H * D, bias=False) for _ in range(3)
         )
-        self.v_proj = nn.Linear(M, n_kv_heads * D, bias=False)
-        self.n_kv_heads = n_kv_heads
-        self.hidden: dict[str, Tensor] = {}
-        self.input = torch.empty(0)
+        self.hidden = self.input = torch.empty(0)
 
     def qkv(self, x):
         self.input = x.detach().double()
-        n = self.n_kv_heads
-        return (
-            heads(self.q_proj(x), H),
-            heads(self.k_proj(x), n),
-            heads(self.v_proj(x), n),
-        )
+        return [heads(f(x), H) for f in (self.q_proj, self.k_proj, self.v_proj)]
 
-    def double(self, linear, n):  # type: ignore[override]
+    def double(self, linear, n):
         """A projection of the last input in float64, as heads."""
         return heads(self.input @ linear.weight.detach().double().mT, n)
 
-    def logits(self, q, k, branch):
-        z = q @ k.repeat_interleave(H // k.shape[1], 1).mT / math.sqrt(D)
-        return z.masked_fill(self.hidden[branch], NEVER).numpy()
+    def dense(self):
+        """The logits [b h t s] of all pairs of the last input."""
+        q, k = self.double(self.q_proj, H), self.double(self.k_proj, H)
+        return (q @ k.mT / math.sqrt(D)).numpy()
+
+    def truth(self):
+        return np.where(self.hidden, NEVER, self.dense())
 
 
 class DSA(Sparse):
@@ -96,21 +86,12 @@ class DSA(Sparse):
             .scatter(-1, chosen, 0.0)
             .masked_fill(later, NEVER)[:, None]
         )
-        self.hidden["a"] = (mask == NEVER).expand(-1, H, -1, -1)
+        self.hidden = (mask == NEVER).expand(-1, H, -1, -1)
         if self.fused:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         else:
             out = (q @ k.mT / math.sqrt(D) + mask).softmax(-1) @ v
-        return out.transpose(1, 2).flatten(2)
-
-    def truth(self):
-        return {
-            "a": Truth(
-                self.logits(
-                    self.double(self.q_proj, H), self.double(self.k_proj, H), "a"
-                )
-            )
-        }
+        return from_heads(out)
 
     def index_truth(self):
         """I [b t s] = Σ_j w_j ReLU(q_j·k), -inf where the key comes later."""
@@ -150,20 +131,11 @@ class MoBA(Sparse):
             .repeat_interleave(self.block, -1)
         )
         seen = seen[..., :t] & torch.ones(t, t, dtype=torch.bool).tril()
-        self.hidden["a"] = ~seen
+        self.hidden = ~seen
         z = torch.einsum("bhtd,bhsd->bhts", q, k) / math.sqrt(D)
         return torch.einsum(
             "bhts,bhsd->bthd", z.masked_fill(~seen, NEVER).softmax(-1), v
         ).flatten(2)
-
-    def truth(self):
-        return {
-            "a": Truth(
-                self.logits(
-                    self.double(self.q_proj, H), self.double(self.k_proj, H), "a"
-                )
-            )
-        }
 
 
 class Model(nn.Module):
@@ -185,16 +157,16 @@ class Numbers(NamedTuple):
     sink_share: np.ndarray
 
 
-def numbers(truth):
+def numbers(logits):
     """Row by row, of the rows that reach a key, in plain float64."""
-    b, h, t, _ = truth.logits.shape
+    b, h, t, _ = logits.shape
     top, entropies, firsts = (
         np.full(h, -np.inf),
         [[] for _ in range(h)],
         [[] for _ in range(h)],
     )
     for one, head, row in np.ndindex(b, h, t):
-        z = truth.logits[one, head, row]
+        z = logits[one, head, row]
         reached = np.flatnonzero(np.isfinite(z))
         if not len(reached):
             continue

@@ -1,11 +1,9 @@
 """Modules whose logit is a sum of products, as they are written in the field, and what is not one."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from tests.attention import from_heads, to_heads
+from tests.drawing import randn
+from torch import nn
 
 H, T, D = 4, 6, 8
 
@@ -38,14 +36,11 @@ class Sum(nn.Module):
         self.z = torch.zeros(())
 
     def forward(self, x):
-        parts = {
-            n: getattr(self, n)(x).unflatten(-1, (H, D)).transpose(1, 2)
-            for n in (*self.names, "v")
-        }
+        parts = {n: to_heads(getattr(self, n)(x), H, D) for n in (*self.names, "v")}
         v = parts.pop("v")
         self.x = x
         self.z = self.scores(self, parts) / 4
-        return (self.z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return from_heads(self.z.softmax(-1) @ v)
 
 
 def two(m, p):
@@ -150,8 +145,7 @@ def convolutions(m, p):
     return p["q1"] @ p["k1"].mT + q.unflatten(1, (H, D)).mT @ k.unflatten(1, (H, D))
 
 
-Terms = list[tuple[list[str], list[str]]]
-SUMS: dict[str, tuple[Callable[[Sum, dict[str, Tensor]], Tensor], str, Terms]] = {
+SUMS = {
     "two": (two, "q1 k1 q2 k2", [(["q1"], ["k1"]), (["q2"], ["k2"])]),
     "in place": (in_place, "q1 k1 k2", [(["q1"], ["k1"]), (["q1"], ["k2"])]),
     "alpha": (
@@ -201,7 +195,7 @@ def made(name):
 
 
 def batch(seed=1):
-    return torch.randn(2, T, 32, generator=torch.Generator().manual_seed(seed))
+    return randn(2, T, 32, seed=seed)
 
 
 def largest(model):
@@ -223,7 +217,7 @@ def capped_part(m, p):
 
 
 # What is not known of each, in the words of the site.
-UNKNOWN: dict[str, tuple[Callable[[Sum, dict[str, Tensor]], Tensor], str]] = {
+UNKNOWN = {
     "gated bias": (
         gated,
         "a term added to its scores depends on the input and is not a product",

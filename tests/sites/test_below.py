@@ -9,11 +9,11 @@ import pytest
 import torch
 from tests.attention import Joint
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from qkeel import find_sites
 from qkeel.capture.calls import statistics
 from qkeel.capture.intercept import CaptureMode
-from qkeel.functional.statistics import LogitStats
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
@@ -50,7 +50,7 @@ def heads_one_by_one(q, k, v):
 
 
 # How to make it, and whether a function mode does not see it.
-WAYS: dict[str, tuple[Callable[[], Attend], bool]] = {
+WAYS = {
     "script": (lambda: torch.jit.script(attention), True),
     "script of the softmax alone": (softmax_in_a_script, True),
     "vmap over heads": (lambda: heads_one_by_one, True),
@@ -68,7 +68,7 @@ every_way = pytest.mark.parametrize("name", WAYS)
 
 
 def seen(model, x):
-    found: list[LogitStats] = []
+    found = []
     with (
         torch.no_grad(),
         CaptureMode(model, lambda captured: found.append(statistics(captured.call))),
@@ -92,10 +92,8 @@ def test_the_output_is_the_same_and_statistics_are_the_plain_ones_or_none(
     model.attend = attention
     _, (plain,) = seen(model, x)
     for stats in found:
-        torch.testing.assert_close(
-            stats.max_logit, plain.max_logit, rtol=1e-5, atol=1e-5
-        )
-        torch.testing.assert_close(stats.entropy, plain.entropy, rtol=1e-5, atol=1e-5)
+        assert_close(stats.max_logit, plain.max_logit, rtol=1e-5, atol=1e-5)
+        assert_close(stats.entropy, plain.entropy, rtol=1e-5, atol=1e-5)
         assert torch.equal(stats.n_pairs, plain.n_pairs)
 
 

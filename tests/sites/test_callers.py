@@ -1,13 +1,13 @@
 """A site is a caller: a module that is called with several sets of weights makes a site for each of them."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 import torch
-from tests.attention import Attention, scores, written
-from torch import Tensor, nn
+from tests.attention import Attention, from_heads, scores, written
+from tests.drawing import randn
+from torch import nn
+from torch.testing import assert_close
 
 from qkeel import find_sites, watch
 
@@ -19,7 +19,7 @@ class Core(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.noted: list[Tensor] = []
+        self.noted = []
 
     def forward(self, q, k, v):
         self.noted.append(
@@ -36,7 +36,7 @@ class Weights(Attention):
 
     def forward(self, core, x, memory):
         q, k, v = self.heads(x)[0], *self.heads(memory)[1:]
-        return x + core(q, k, v).transpose(1, 2).flatten(2)
+        return x + from_heads(core(q, k, v))
 
 
 class Block(nn.Module):
@@ -85,7 +85,7 @@ class Program(nn.Module):
         """The largest logit [h] of each set of weights, by the name of the query's weight."""
         self.core.noted.clear()
         self(x)
-        maxima: dict[str, Tensor] = {}
+        maxima = {}
         for number, largest in zip(self.order, self.core.noted, strict=True):
             inner = "weights." if isinstance(self.parts[number], Block) else ""
             name = f"parts.{number}.{inner}q.weight"
@@ -98,7 +98,7 @@ class Program(nn.Module):
 @pytest.mark.parametrize("seed", range(4))
 def test_each_set_of_weights_is_a_site_with_its_own_statistics(seed):
     model = Program(seed)
-    x = torch.randn(2, 5, C, generator=torch.Generator().manual_seed(seed))
+    x = randn(2, 5, C, seed=seed)
     sites = find_sites(model, x)
     queries = {site.name: site.query[-1].parameter for site in sites}
     assert sorted(queries.values()) == sorted(model.largest_by_weights(x))
@@ -109,9 +109,7 @@ def test_each_set_of_weights_is_a_site_with_its_own_statistics(seed):
         read = monitor.read()
     for name, largest in model.largest_by_weights(x).items():
         (site,) = [site for site, query in queries.items() if query == name]
-        torch.testing.assert_close(
-            read[site].max_logit.double(), largest, rtol=1e-5, atol=1e-5
-        )
+        assert_close(read[site].max_logit.double(), largest, rtol=1e-5, atol=1e-5)
 
 
 def test_sites_are_named_by_the_module_that_owns_the_projections():

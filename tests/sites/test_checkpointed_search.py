@@ -1,16 +1,14 @@
 """A search leaves gradient checkpointing on: it finds what it finds without, and takes no more memory than a step."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
-from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
 from tests.attention import Joint, fused_causal
+from tests.drawing import randn
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -63,7 +61,7 @@ class Stack(nn.Module):
 def by_function(reentrant):
     return lambda block, x: torch_checkpoint.checkpoint(
         block, x, use_reentrant=reentrant
-    )  # type: ignore[return-value]
+    )
 
 
 def nested(block, x):
@@ -91,7 +89,7 @@ class Live(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.now = self.peak = 0
-        self.known: dict[int, int] = {}
+        self.known = {}
 
     def _gone(self, key):
         self.now -= self.known.pop(key)
@@ -112,14 +110,14 @@ class Live(TorchDispatchMode):
 
 @contextmanager
 def most():
-    found: list[int] = []
+    found = []
     with Live() as live:
         yield found
     found.append(live.peak)
 
 
 def batch():
-    return torch.randn(6, T, H * D, generator=torch.Generator().manual_seed(1))
+    return randn(6, T, H * D, seed=1)
 
 
 def known(model, x):
@@ -135,7 +133,7 @@ def known(model, x):
 
 
 _WRAPPER = "._checkpoint_wrapped_module"
-KINDS: dict[str, Callable[[], nn.Module]] = {
+KINDS = {
     "reentrant": lambda: Stack(by_function(True)),
     "not reentrant": lambda: Stack(by_function(False)),
     "one inside the other": lambda: Stack(nested),

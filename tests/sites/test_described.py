@@ -1,14 +1,12 @@
 """Attention that nothing can see is watched as its description says."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import from_heads, to_heads
 from tests.contract.watch.test_functions import opaque
 from torch import nn
+from torch.testing import assert_close
 
 from qkeel.capture.calls import statistics
 from qkeel.capture.described import arranged
@@ -20,7 +18,6 @@ from qkeel.errors import (
     ShapeError,
     UnknownNameError,
 )
-from qkeel.functional.statistics import LogitStats
 from qkeel.patching.guards import FaultGuard
 from qkeel.sites import Reading, describe
 from qkeel.spec import AttentionSpec, RMSNorm
@@ -35,13 +32,13 @@ class Opaque(nn.Module):
         self.kv = nn.Linear(H * D, 2 * G * D, bias=False)
 
     def heads(self, x):
-        q = self.q_proj(x).unflatten(2, (H, D)).transpose(1, 2)
+        q = to_heads(self.q_proj(x), H, D)
         return q, *self.kv(x).unflatten(2, (2, G, D)).transpose(1, 3).unbind(2)
 
     def forward(self, x):
         q, k, v = self.heads(x)
         k, v = (y.repeat_interleave(H // G, 1) for y in (k, v))
-        return opaque(q, k, v).transpose(1, 2).flatten(2)
+        return from_heads(opaque(q, k, v))
 
 
 class Model(nn.Module):
@@ -66,7 +63,7 @@ def described(model, name="layers.0", **more):
 
 
 def watch(model, sites, *inputs):
-    found: dict[str, LogitStats] = {}
+    found = {}
 
     def note(sighting):
         assert sighting.name not in found
@@ -124,7 +121,7 @@ def test_functions_may_read_q_k_and_the_mask_from_the_arguments_of_the_forward()
     assert "computes it" in site.why
     x, keep = torch.randn(B, T, 8), torch.ones(B, T, dtype=torch.bool)
     keep[1, 4:] = False
-    found: list[LogitStats] = []
+    found = []
     with CaptureMode(
         model, lambda s: found.append(statistics(s.call)), described=[site]
     ):
@@ -138,11 +135,11 @@ def test_what_is_visible_inside_a_described_module_is_reported_once_as_described
             y = F.scaled_dot_product_attention(
                 *self.heads(x), is_causal=True, enable_gqa=True
             )
-            return y.transpose(1, 2).flatten(2)
+            return from_heads(y)
 
     model, x = nn.Sequential(Visible(), Visible()), torch.randn(B, T, H * D)
-    how: list[tuple[str, str]] = []
-    stats: list[LogitStats] = []
+    how = []
+    stats = []
 
     def note(sighting):
         how.append((sighting.name, sighting.how))
@@ -153,7 +150,7 @@ def test_what_is_visible_inside_a_described_module_is_reported_once_as_described
     assert how == [("0", "description"), ("1", "scaled_dot_product_attention")]
     with CaptureMode(model, lambda s: stats.append(statistics(s.call))):
         model(x)
-    torch.testing.assert_close(stats[0].max_logit, stats[2].max_logit)
+    assert_close(stats[0].max_logit, stats[2].max_logit)
 
 
 def test_a_fault_in_a_description_goes_to_the_handler_and_not_into_the_model():
@@ -177,20 +174,7 @@ def test_an_output_that_is_laid_out_otherwise_is_an_error():
             arranged(torch.ones(shape), Reading(module="q", layout="b h t d"), 4)
 
 
-def test_a_projection_that_all_heads_share_is_one_slice():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q, self.k = nn.Linear(D, D), nn.Linear(D, D)
-
-    reading = {
-        side: Reading(module=side[0], layout="b t h d") for side in ("query", "key")
-    }
-    site = describe(Shared(), "", heads=H, **reading)
-    assert site.query[0].index.tolist() == [list(range(D))]
-
-
-BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+BAD = {
     "module": (
         {"name": "layer.0"},
         UnknownNameError,
@@ -233,7 +217,7 @@ def test_a_description_that_does_not_fit_is_refused_at_once(name):
 
 def test_only_a_module_can_be_described():
     with pytest.raises(InvalidTypeError, match=r"expected a torch\.nn\.Module"):
-        described({})  # type: ignore[arg-type]
+        described({})
 
 
 @pytest.mark.parametrize(

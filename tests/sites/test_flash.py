@@ -1,10 +1,7 @@
 """flash-attn's functions are read right and seen under every alias; a stand-in has their names and signatures."""
 
-from __future__ import annotations
-
 import sys
 import types
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +9,12 @@ import torch.nn.functional as F
 from tests.attention import Attention
 from tests.each_row import each_row
 from torch import nn
+from torch.testing import assert_close
 from transformers import modeling_flash_attention_utils as wrappers
 
 from qkeel import find_sites
 from qkeel.capture.calls import statistics
-from qkeel.capture.intercept import CapturedCall, CaptureMode
-from qkeel.functional.statistics import LogitStats
+from qkeel.capture.intercept import CaptureMode
 
 from . import flash_stand_in as stand_in
 
@@ -49,11 +46,11 @@ def _installed(monkeypatch):
 def parts(t, s):
     generator = torch.Generator().manual_seed(t)
     shapes = ((B, t, H, D), (B, s, G, D), (B, s, G, D))
-    return tuple(2 * torch.randn(shape, generator=generator) for shape in shapes)  # type: ignore[return-value]
+    return tuple(2 * torch.randn(shape, generator=generator) for shape in shapes)
 
 
 def seen(call):
-    found: list[LogitStats] = []
+    found = []
     with CaptureMode(nn.Identity(), lambda s: found.append(statistics(s.call))):
         out = call()
     (stats,) = found
@@ -72,15 +69,15 @@ def check(stats, pairs, options):
         torch.distributions.Categorical(logits=c[:, c[0].isfinite().any(-1)]).entropy()
         for _, c in each
     ]
-    torch.testing.assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
+    assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5)
+    assert_close(
         stats.entropy.double(), torch.cat(rows, dim=1).mean(1), rtol=1e-5, atol=1e-5
     )
     assert stats.n_pairs[0] == sum(int(z[0].isfinite().sum()) for z, _ in each)
     assert len(stats.key_norm) == pairs[0][1].shape[1]
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "none": {},
     "causal": {"causal": True},
     "scale": {"softmax_scale": 0.7},
@@ -167,28 +164,6 @@ class Block(Attention):
         return self.attend(q, k, k, causal=True).flatten(-2)
 
 
-def test_the_rows_of_each_head_are_found():
-    def packed(q, k, v, causal):
-        ends = torch.tensor([0, 3, 8])
-        return stand_in.flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=causal)
-
-    flash = sys.modules["flash_attn"].flash_attn_func  # type: ignore[attr-defined]
-    for attend, x in (
-        (flash, torch.randn(B, 5, H * D)),
-        (packed, torch.randn(8, H * D)),
-    ):
-        (site,) = find_sites(nn.Sequential(Block(attend)), x)
-        assert (site.name, site.n_heads, site.n_kv_heads, site.head_dim) == (
-            "0",
-            H,
-            G,
-            D,
-        )
-        (term,) = site.terms
-        assert torch.equal(term.query[0].index, torch.arange(H * D).view(H, D))
-        assert torch.equal(term.key[0].index, torch.arange(G * D).view(G, D))
-
-
 def test_a_wrapper_that_falls_back_to_torch_is_one_attention(
     monkeypatch,
 ):
@@ -205,7 +180,7 @@ flash_attn = types.SimpleNamespace(flash_attn_func=flash_attn_func)
     exec(source, vars(home))
     monkeypatch.setitem(sys.modules, home.__name__, home)
     model, x = Block(home.flash_attn.flash_attn_func), torch.randn(B, 5, H * D)
-    found: list[CapturedCall] = []
+    found = []
     with CaptureMode(model, found.append):
         model(x)
     (how,) = [s.how for s in found]
@@ -269,7 +244,7 @@ def test_what_transformers_wrappers_call_is_seen_padded_or_not(
         (mask, "flash_attn_varlen_func", 10),
     ):
         plain = model(x, given)
-        found: list[CapturedCall] = []
+        found = []
         with CaptureMode(model, found.append):
             assert torch.equal(model(x, given), plain)
         (one,) = found

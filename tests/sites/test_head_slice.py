@@ -1,19 +1,15 @@
 """HeadSlice: rows and columns of heads in any layout, as views where that is possible."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.sites import HeadSlice
-from qkeel.sites.site import rows
 
 H, R, M = 4, 3, 5
 ROWS = torch.arange(3 * H * R)
 # Where the key rows of each head are, in a weight that holds q, k and v.
-LAYOUTS: dict[str, tuple[Tensor, bool]] = {
+LAYOUTS = {
     "alone": (torch.arange(H * R).view(H, R), True),
     "after the queries": (ROWS.view(3, H, R)[1], True),
     "interleaved per head": (ROWS.view(H, 3, R)[:, 1], True),
@@ -62,16 +58,6 @@ def test_heads_and_factors_follow_the_index(name, axis):
     assert unowned.sum() == size - n * r
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_weight_that_is_itself_a_view_is_read_right(name):
-    index, _ = LAYOUTS[name]
-    whole = torch.randn(80, 2 * M)
-    weight = whole[9:45, ::2]
-    assert torch.equal(
-        HeadSlice(parameter="w", axis=0, index=index).heads(weight), weight[index]
-    )
-
-
 def test_a_weight_with_too_few_rows_is_an_error_and_not_a_read_beyond_it():
     whole = torch.randn(36, M)
     part = HeadSlice(parameter="w", axis=0, index=LAYOUTS["after the queries"][0])
@@ -91,21 +77,3 @@ def test_a_weight_with_too_few_rows_is_an_error_and_not_a_read_beyond_it():
 def test_an_index_that_makes_no_sense_is_refused(index, error):
     with pytest.raises(InvalidValueError, match=error):
         HeadSlice(parameter="w", axis=0, index=index)
-
-
-@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
-def test_rows_of_a_convolution_are_a_view_in_any_memory_format(
-    form,
-):
-    weight = (
-        torch.arange(6.0 * 2 * 3 * 3).view(6, 2, 3, 3).contiguous(memory_format=form)
-    )
-    heads = rows("w", 2, 3).heads(weight)
-    assert heads.shape == (2, 3, 18)
-    heads[1] = 0
-    assert weight.flatten(1).any(1).tolist() == [True, True, True, False, False, False]
-    factors = rows("w", 2, 3).expand(torch.tensor([2.0, 3.0]), weight)
-    assert (factors.shape, factors.flatten().tolist()) == (
-        (6, 1, 1, 1),
-        [2.0, 2.0, 2.0, 3.0, 3.0, 3.0],
-    )

@@ -1,7 +1,5 @@
 """What counts as hidden: the numbers of masks, and none of a bias, in every kind of call."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -10,26 +8,13 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.attention import Attention
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.capture.calls import hides, is_low
 
 B, H, T, D = 2, 2, 6, 8
-LOWEST = float(torch.finfo(torch.float32).min)
 CAUSAL = torch.ones(T, T, dtype=torch.bool).tril()
-
-
-@pytest.mark.parametrize("low", [-60.0, -100.0, -1e3, -1e4, -1e9, LOWEST, -math.inf])
-def test_a_mask_hides_whatever_its_number_and_a_bias_under_it_changes_nothing(
-    low,
-):
-    for spread in (0.0, 8.0):
-        bias = spread * (torch.rand(H, T, T) - 0.5)
-        given = torch.zeros(T, T).masked_fill(~CAUSAL, low) + bias
-        expected = ~CAUSAL.expand(H, T, T)
-        if low == -60.0 and spread:  # the gap is under 60 then: a bias, perhaps
-            expected = torch.zeros_like(expected)
-        assert torch.equal(hides(given), expected)
 
 
 def test_published_biases_hide_nothing_and_so_does_one_that_grows_without_bound():
@@ -53,7 +38,7 @@ def test_published_biases_hide_nothing_and_so_does_one_that_grows_without_bound(
     st.lists(st.floats(-9e3, 0.0, exclude_min=True), min_size=2, max_size=20),
     st.floats(-100, 100),
 )
-def test_hiding_follows_the_definition(numbers: list[float], shift: float) -> None:
+def test_hiding_follows_the_definition(numbers, shift):
     x = torch.tensor([*numbers, shift], dtype=torch.float64)
     found = hides(x)
     ordered = x.sort().values
@@ -119,10 +104,10 @@ def test_rows_that_a_module_adds_as_zeros_do_not_count(local):
             model(x)
             found = monitor.read()[""]
             assert found.n_queries.tolist() == [B * 10] * H
-            torch.testing.assert_close(
+            assert_close(
                 found.entropy, torch.special.entr(weights).sum(-1).mean((0, 2))
             )
-            torch.testing.assert_close(found.query_norm, q.norm(dim=-1).mean((0, 2)))
+            assert_close(found.query_norm, q.norm(dim=-1).mean((0, 2)))
 
 
 def test_queries_that_are_zeros_count_unless_the_module_has_added_them():

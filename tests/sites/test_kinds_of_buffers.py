@@ -1,13 +1,9 @@
 """A probe puts back buffers of every kind: sparse, quantised, nested, without values."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 from tests.attention import Joint
-from torch import Tensor
+from tests.training import sgd, step
 
 import qkeel
 
@@ -17,7 +13,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*quantiz.*"),
 ]
 
-KINDS: dict[str, Callable[[], Tensor]] = {
+KINDS = {
     "sparse": lambda: torch.eye(3).to_sparse(),
     "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
     "quantised": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
@@ -58,11 +54,10 @@ def test_every_kind_of_buffer_is_what_it_was_after_a_probe(kind):
     (site,) = qkeel.find_sites(model, x)
     assert site.terms
     assert model.held is held
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     qkeel.apply(model, "lalr", optimizer, batch=x).remove()
     if kind != "meta":
         assert torch.equal(values(model.held), values(before))
     with qkeel.watch(model, optimizer) as monitor:
-        model(x).sum().backward()
-        optimizer.step()
+        step(model, optimizer, x)
         assert monitor.read()

@@ -1,11 +1,10 @@
 """Programs that compute their attention weights a second time, to look at them: these are no attention."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.attention import (
     Attention,
+    from_heads,
     fused,
     fused_causal,
     later,
@@ -13,6 +12,7 @@ from tests.attention import (
     written,
     written_causal,
 )
+from tests.training import sgd, step
 from torch import nn
 
 import qkeel
@@ -42,7 +42,7 @@ class Looking(Attention):
         y = self.attend(q, k, v)
         if not self.first:
             self.look(q, k)
-        return y.transpose(1, 2).flatten(2)
+        return from_heads(y)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -52,11 +52,10 @@ def test_weights_that_a_program_looks_at_are_no_second_attention(attend, first):
     model = nn.Sequential(Looking(attend, first), Looking(attend, not first))
     x = torch.randn(3, 6, 16)
     assert [site.name for site in qkeel.find_sites(model, x)] == ["0", "1"]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with qkeel.watch(model, optimizer) as monitor:
         for _ in range(3):
-            model(x).square().mean().backward()
-            optimizer.step()
+            step(model, optimizer, x)
             heads = monitor.sample.heads
             for i, layer in enumerate(model):
                 assert heads["max_logit"][i] == pytest.approx(layer.top, rel=1e-5)

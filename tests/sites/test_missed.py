@@ -1,13 +1,13 @@
 """Attention that is not understood is listed, said once, and left out by remedies only when asked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.attention import Attention
+from tests.attention import Attention, from_heads
+from tests.drawing import randn
+from tests.training import sgd
 from torch import Tensor, nn
 
 from qkeel import apply, find_sites
@@ -55,7 +55,7 @@ def pieces(odd, z):
     return out
 
 
-WAYS: dict[str, tuple[Between, str, str]] = {
+WAYS = {
     "two convolutions": (
         lambda odd, z: odd.conv(F.gelu(odd.conv(z))),
         "conv2d",
@@ -81,7 +81,7 @@ WAYS: dict[str, tuple[Between, str, str]] = {
 
 
 def x():
-    return torch.randn(2, T, M, generator=torch.Generator().manual_seed(1))
+    return randn(2, T, M, seed=1)
 
 
 def model(name="relu"):
@@ -99,7 +99,7 @@ def test_what_was_seen_and_not_understood_is_listed(name):
     assert sites.share == "1 of 2 attention layers"
 
 
-NORMALISERS: dict[str, Callable[[Tensor], Tensor]] = {
+NORMALISERS = {
     "a constant in the sum": lambda z: z.exp() / (1 + z.exp().sum(-1, keepdim=True)),
     "exponentials times a mask": lambda z: (
         (e := z.exp() * torch.ones(T, T).tril()) / e.sum(-1, keepdim=True)
@@ -156,7 +156,7 @@ def test_what_is_no_attention_is_not_missed():
             q, k, v = self.heads(x)
             linear = q.relu() @ (k.relu().mT @ v)
             gated = torch.sigmoid(q) * v
-            mixed = (linear + gated).transpose(1, 2).flatten(2)
+            mixed = from_heads(linear + gated)
             return mixed * self.q(mixed).softmax(-1)
 
     class Both(nn.Module):
@@ -179,7 +179,7 @@ def test_what_is_no_attention_is_not_missed():
 
 def test_a_remedy_for_all_attention_is_refused_unless_it_may_be_partial():
     m = model()
-    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    optimizer = sgd(m)
     for remedy in ("lalr", "softcap:cap=5", "qk_norm"):
         with pytest.raises(
             RefusedError,

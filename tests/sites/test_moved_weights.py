@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.attention import Attention
+from tests.drawing import randn
 from torch import nn
 from torch.nn import functional as F
 
@@ -56,7 +57,7 @@ def losses(watched):
     monitor = qkeel.watch(model, optimizer, rules=[]) if watched else None
     values = []
     for step in range(3):
-        x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(step))
+        x = randn(2, 5, 16, seed=step)
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from tests.attention import Joint
+from tests.drawing import randn
+from tests.training import sgd, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,11 +23,11 @@ class Model(nn.Module):
         return self.head(checkpoint(self.encoder, x, use_reentrant=self.reentrant))
 
 
-X = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+X = randn(2, 6, 8, seed=0)
 
 
 def steps(model, loss, n=2):
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = sgd(model, 0.01)
     with qkeel.watch(model, optimizer, every=1) as monitor:
         for _ in range(n):
             loss(model).backward()
@@ -46,10 +48,9 @@ def test_training_through_a_part_is_told_once():
 
 def test_a_clip_tells_too():
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = sgd(model, 0.01)
     qkeel.apply(model, "qk_clip:threshold=1", optimizer, batch=X)
-    model(X).sum().backward()
-    optimizer.step()
+    step(model, optimizer, X)
     with pytest.warns(QkeelWarning, match="no remedy's limit counts such calls"):
         whole_and_part(model).backward()
 
@@ -74,7 +75,7 @@ def test_calls_through_the_model_and_calls_that_train_nothing_are_not_told(
 
 def test_the_hooks_go_after_a_few_passes():
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = sgd(model, 0.01)
     with qkeel.watch(model, optimizer):
         model(X)
         assert model.encoder._forward_hooks

@@ -1,7 +1,5 @@
 """Which rows of which weights make each head: the same laws for every model of the table."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -21,7 +19,7 @@ each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 def paths_of(site, side):
     """The weights on each path to q or k, without repetitions."""
-    paths: list[list[tuple[object, ...]]] = []
+    paths = []
     for term in site.terms:
         slices = getattr(term, side)
         path = [(s.parameter, s.axis, s.index.tolist()) for s in slices]

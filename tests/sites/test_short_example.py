@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.attention import Attention
+from tests.attention import Attention, from_heads
+from tests.drawing import randint
 from torch import nn
 
 from qkeel import find_sites
@@ -42,7 +43,7 @@ class Heads(Attention):
         if self.norm:
             q, k = (F.rms_norm(y, (D,), self.gain) for y in (q, k))
         y = F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
-        return y.transpose(1, 2).flatten(2)
+        return from_heads(y)
 
     def forward(self, tokens, mask=None):
         self.note(tuple(tokens.shape), torch.is_grad_enabled())
@@ -52,7 +53,7 @@ class Heads(Attention):
 
 
 def tokens():
-    return torch.randint(0, 20, (B, T), generator=torch.Generator().manual_seed(1))
+    return randint(0, 20, (B, T), seed=1)
 
 
 def kept(model, *more):

@@ -4,7 +4,9 @@ import re
 
 import pytest
 import torch
+from tests.attention import from_heads, to_heads
 from torch import nn
+from torch.testing import assert_close
 
 from qkeel import find_sites
 from qkeel.sites import Tap
@@ -32,9 +34,9 @@ def test_every_product_is_a_term_and_statistics_are_those_of_the_sum(name):
         model(batch())
         (stats,) = tap.read().values()
     z = model.z.double()
-    torch.testing.assert_close(stats.max_logit.double(), z.amax((0, 2, 3)))
+    assert_close(stats.max_logit.double(), z.amax((0, 2, 3)))
     entropy = torch.special.entr(z.softmax(-1)).sum(-1).mean((0, 2))
-    torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+    assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
     if "memory" not in name:  # no one pair of q and k makes the logit
         assert stats.n_products.tolist() == [0] * H
 
@@ -53,9 +55,7 @@ def test_a_part_that_is_not_known_is_named_and_statistics_are_right_all_the_same
         tap.sites = [site]
         model(batch())
         (stats,) = tap.read().values()
-    torch.testing.assert_close(
-        stats.max_logit.double(), model.z.double().amax((0, 2, 3))
-    )
+    assert_close(stats.max_logit.double(), model.z.double().amax((0, 2, 3)))
 
 
 def test_a_table_that_is_read_outside_the_module_is_a_term():
@@ -67,12 +67,9 @@ def test_a_table_that_is_read_outside_the_module_is_a_term():
             self.q, self.k = nn.Linear(32, 32), nn.Linear(32, 32)
 
         def forward(self, x, distances):
-            q, k = (
-                p(x).unflatten(-1, (H, 8)).transpose(1, 2).flatten(0, 1)
-                for p in (self.q, self.k)
-            )
+            q, k = (to_heads(p(x), H, 8).flatten(0, 1) for p in (self.q, self.k))
             z = q @ k.mT + (q.transpose(0, 1) @ distances.mT).transpose(0, 1)
-            return (z.softmax(-1) @ k).unflatten(0, (-1, H)).transpose(1, 2).flatten(2)
+            return from_heads((z.softmax(-1) @ k).unflatten(0, (-1, H)))
 
     class Model(nn.Module):
         def __init__(self):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.drawing import randint
 from torch import nn
 
 from qkeel import preset
@@ -16,13 +17,13 @@ def decoder(**choices):
         DecoderConfig(
             vocab_size=11, d_model=16, n_kv_heads=2, spec=preset("qwen3"), **choices
         )
-    )  # type: ignore[arg-type]
+    )
     model.init_weights(torch.Generator().manual_seed(0))
     return model
 
 
 def tokens(seed=0):
-    return torch.randint(11, (2, 6), generator=torch.Generator().manual_seed(seed))
+    return randint(11, (2, 6), seed=seed)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -1,11 +1,11 @@
 """What the search cannot confirm is said, and no remedy on heads accepts it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import from_heads, to_heads
 from tests.sites.models import CASES, SCALE, D, H, Heads, M, T
+from tests.training import sgd
 from torch import nn
 
 from qkeel import apply, find_sites
@@ -29,7 +29,7 @@ class Scored(Heads):
 
     def forward(self, x):
         q, k, v = (y.transpose(1, 2) for y in self.operands(x))
-        return (self.scores(self, q, k).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return from_heads(self.scores(self, q, k).softmax(-1) @ v)
 
 
 def gated_outside_the_graph(model, q, k):
@@ -59,7 +59,7 @@ def test_rows_that_do_not_make_the_logits_alone_are_not_changed(name, remedy):
     (site,) = find_sites(model, x())
     assert not site.verified
     assert site.unverified or site.why
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     before = {n: t.clone() for n, t in model.state_dict().items()}
     with pytest.raises(RefusedError):
         apply(model, remedy, optimizer, batch=x())
@@ -79,7 +79,7 @@ def test_a_mask_of_a_fused_function_may_be_a_product(in_graph):
             if not in_graph:
                 mask = q.detach().amax(-1, keepdim=True) * torch.arange(float(T))
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-            return y.transpose(1, 2).flatten(2)
+            return from_heads(y)
 
     torch.manual_seed(0)
     (site,) = find_sites(Masked(), x())
@@ -128,7 +128,7 @@ class DeltaHeads(nn.Module):
         self.q, self.k = Delta(), Delta()
 
     def forward(self, x):
-        q, k = (y(x).unflatten(-1, (H, D)).transpose(1, 2) for y in (self.q, self.k))
+        q, k = (to_heads(y(x), H, D) for y in (self.q, self.k))
         return F.scaled_dot_product_attention(q, k, k)
 
 

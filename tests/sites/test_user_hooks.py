@@ -1,25 +1,22 @@
 """Passes that qkeel makes leave the user's hooks, and what forward stores outside the model, alone."""
 
-from __future__ import annotations
-
 import collections
 import functools
-import random
-import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.attention import Attention, Joint
+from tests.attention import Attention, Joint, from_heads, to_heads
+from tests.drawing import randn
+from tests.training import sgd, warned
 from torch import Tensor, nn
 
 import qkeel
 from qkeel.capture.user_hooks import returns_nothing
 from qkeel.errors import QkeelWarning
 
-CALLS: list[int] = []
-OUTPUTS: dict[int, Tensor] = {}
+CALLS = []
+OUTPUTS = {}
 NUMBER = 0
 
 
@@ -49,7 +46,7 @@ class Store:
     """A plain object with a list, a running mean and a counter."""
 
     def __init__(self):
-        self.items: list[Tensor] = []
+        self.items = []
         self.mean, self.counts = torch.zeros(16), collections.Counter[str]()
 
     def keep(self, module, args, output):
@@ -84,7 +81,7 @@ class Hooks:
             store.counts["before"] += 1
 
         self.number = lambda: count
-        self.after: list[Callable[..., object]] = [
+        self.after = [
             lambda module, args, output: features.append(output),
             lambda module, args, output: store.items.append(output.mean()),
             counting,
@@ -107,37 +104,30 @@ class Hooks:
         )
 
 
-def drawn(seed):
-    choose = random.Random(seed)
-    torch.manual_seed(seed)
-    model, hooks = (
-        nn.Sequential(*(Layer() for _ in range(choose.randint(1, 3)))),
-        Hooks(),
-    )
-    for module in model.modules():
-        if not isinstance(module, nn.Linear) or choose.random() < 0.3:
-            for hook in choose.sample(hooks.after, choose.randint(1, 4)):
-                if hook not in (hooks.store,) or not isinstance(module, nn.Linear):
-                    module.register_forward_hook(hook)
-            if choose.random() < 0.5:
-                module.register_forward_pre_hook(hooks.before)
+def hooked():
+    """Layers with hooks of every kind on each of them and on the whole."""
+    torch.manual_seed(0)
+    model, hooks = nn.Sequential(Layer(), Layer()), Hooks()
+    for module in (model, *model):
+        module.register_forward_pre_hook(hooks.before)
+        for hook in hooks.after:
+            module.register_forward_hook(hook)
     return model, hooks
 
 
-SEARCHES: dict[str, Callable[[nn.Module, Tensor], object]] = {
+SEARCHES = {
     "find_sites": lambda model, x: qkeel.find_sites(model, x),
     "check": lambda model, x: qkeel.check(model, x),
     "explain": lambda model, x: qkeel.explain(model, x),
     "apply": lambda model, x: qkeel.apply(
-        model, "qk_clip", torch.optim.SGD(model.parameters(), lr=0.0), batch=x
+        model, "qk_clip", sgd(model, 0.0), batch=x
     ).remove(),
 }
 
 
 @pytest.mark.parametrize("search", SEARCHES)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_search_leaves_what_hooks_and_forward_store(seed, search):
-    model, hooks = drawn(seed)
+def test_a_search_leaves_what_hooks_and_forward_store(search):
+    model, hooks = hooked()
     x = torch.randn(2, 5, 16)
     model(x)
     before, out = hooks.state(), model(x)
@@ -150,34 +140,7 @@ def test_a_search_leaves_what_hooks_and_forward_store(seed, search):
     lengths = [
         (a, b, c) for a, b, c in zip(before[:6], again[:6], after[:6], strict=True)
     ]
-    assert all(c - b == b - a for a, b, c in lengths)  # type: ignore[operator]
-
-
-def test_hooks_on_every_module_rest_in_a_search_and_stay_balanced():
-    """A rerun ends after the attention call, inside of modules whose hooks after forward are then not called."""
-    model, x = nn.Sequential(Layer(), Layer()), torch.randn(2, 5, 16)
-    depth, outputs = [0], []
-
-    def enter(module, args):
-        depth[0] += 1
-
-    def leave(module, args, output):
-        depth[0] -= 1
-        outputs.append(output)
-
-    hooks = [
-        nn.modules.module.register_module_forward_pre_hook(enter),
-        nn.modules.module.register_module_forward_hook(leave),
-    ]
-    try:
-        for search in SEARCHES.values():
-            search(model, x)
-        assert (depth, outputs) == ([0], [])
-        model(x)
-        assert (depth, len(outputs)) == ([0], 7)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    assert all(c - b == b - a for a, b, c in lengths)
 
 
 def test_hooks_on_gradients_see_none_of_a_search():
@@ -260,14 +223,14 @@ def test_hooks_that_return_nothing_are_known_by_their_code(hook, expected):
 
 def test_a_hook_that_changes_the_output_runs_in_the_search():
     model = nn.Sequential(Layer(), Layer())
-    runs: list[int] = []
+    runs = []
 
     def wider(module, args, output):
         runs.append(1)
         assert len(runs) < 100
         return output.repeat(1, 2, 1)
 
-    lengths: list[int] = []
+    lengths = []
     model[1].qkv.register_forward_pre_hook(
         lambda module, args: lengths.append(args[0].shape[1]) or args
     )
@@ -282,7 +245,7 @@ def test_hooks_for_saved_tensors_see_the_users_passes_alone():
     def saved(is_watched):
         torch.manual_seed(0)
         model, shapes = Layer(), []
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = sgd(model)
         if is_watched:
             qkeel.watch(model, optimizer)
 
@@ -323,7 +286,7 @@ def weights_by_hand(x):
 
 
 def fused_weights(x):
-    y = x.unflatten(-1, (2, -1)).transpose(1, 2)
+    y = to_heads(x, 2, -1)
     F.scaled_dot_product_attention(y, y, y)
 
 
@@ -332,13 +295,18 @@ def weights_without_gradients(x):
         torch.einsum("btd,bsd->bts", x, x).softmax(-1)
 
 
-@pytest.mark.parametrize("place", ["0.qkv", "1.o", "0", "1"])
-@pytest.mark.parametrize(
-    "when", ["before", "after", "with keywords", "in all", "returned"]
-)
-@pytest.mark.parametrize(
-    "probe", [weights_by_hand, fused_weights, weights_without_gradients]
-)
+# Each way with each probe, in places that change with both.
+PLACES = ["0.qkv", "1.o", "0", "1"]
+WHENS = ["before", "after", "with keywords", "in all", "returned"]
+PROBES = [weights_by_hand, fused_weights, weights_without_gradients]
+RECORDERS = [
+    (PLACES[(i + j) % 4], when, probe)
+    for i, when in enumerate(WHENS)
+    for j, probe in enumerate(PROBES)
+]
+
+
+@pytest.mark.parametrize(("place", "when", "probe"), RECORDERS)
 def test_attention_that_a_hook_computes_to_record_it_is_no_layer(place, when, probe):
     def watched(is_probed):
         torch.manual_seed(0)
@@ -367,7 +335,7 @@ def test_attention_that_a_hook_computes_to_record_it_is_no_layer(place, when, pr
         names = [site.name for site in qkeel.find_sites(model, x)]
         # What returns a value runs in a search too.
         assert not seen or when == "returned"
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = sgd(model)
         with qkeel.watch(model, optimizer) as monitor:
             for _ in range(3):
                 model(x).square().mean().backward()
@@ -383,8 +351,8 @@ def test_attention_that_a_hook_computes_to_record_it_is_no_layer(place, when, pr
 
 def _probe(x):
     """Attention of a hook's own, with larger logits than the model's."""
-    q = 50 * x.detach().unflatten(-1, (4, -1)).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+    q = 50 * to_heads(x.detach(), 4, -1)
+    return from_heads(F.scaled_dot_product_attention(q, q, q))
 
 
 def _watched(hooked):
@@ -392,19 +360,17 @@ def _watched(hooked):
     torch.manual_seed(0)
     model = nn.Sequential(Attention(m=16), Attention(m=16))
     hook = hooked(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with (
-        warnings.catch_warnings(record=True) as warned,
+        warned(QkeelWarning) as said,
         qkeel.watch(model, optimizer, rules=[]) as monitor,
     ):
-        warnings.simplefilter("always")
         for step in range(2):
-            x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(step))
+            x = randn(2, 6, 16, seed=step)
             model(x).square().mean().backward()
             optimizer.step()
     if hook is not None:
         hook.remove()
-    said = [str(w.message) for w in warned or () if isinstance(w.message, QkeelWarning)]
     return monitor.sample, [site.name for site in monitor.sites], said
 
 

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from tests.drawing import randn
 
 from qkeel.capture.calls import ScoresCall
 from qkeel.capture.visible_pattern import VisiblePattern, told_apart, visible_pattern
-from qkeel.spec import AttentionSpec, SlidingWindow
-from qkeel.spec.call import band_call, make_call
+from qkeel.spec import AttentionSpec
+from qkeel.spec.call import make_call
 
 T = 12
 
@@ -24,9 +25,7 @@ def window(i, j):
 
 
 def chosen(k):
-    scores = torch.randn(T, T, generator=torch.Generator().manual_seed(0)).masked_fill(
-        ~pairs(causal), -torch.inf
-    )
+    scores = randn(T, T, seed=0).masked_fill(~pairs(causal), -torch.inf)
     return torch.zeros(T, T, dtype=torch.bool).scatter(
         -1, scores.topk(k, -1).indices, True
     ) & pairs(causal)
@@ -101,13 +100,13 @@ def test_the_type_is_that_of_the_visible_pattern(name, written, monkeypatch):
     mask, visible, blocks = MASKS[name]
     assert visible_pattern(call_of(mask, written)) == VisiblePattern(
         visible=visible, blocks=blocks, queries=T
-    )  # type: ignore[arg-type]
+    )
     monkeypatch.setattr(
         "qkeel.capture.visible_pattern._PAIRS", 5 * 2 * mask.shape[-1]
     )  # five rows at a time
     assert visible_pattern(call_of(mask, written)) == VisiblePattern(
         visible=visible, blocks=blocks, queries=T
-    )  # type: ignore[arg-type]
+    )
 
 
 def test_fewer_keys_than_queries_are_compressed_unless_they_come_of_another_source():
@@ -141,28 +140,3 @@ def test_chunks_are_windows_where_another_layer_sees_across_them():
     )
     assert told_apart({"a": chunk, "b": whole}) == {"a": "window", "b": "full"}
     assert told_apart({"a": chunk, "b": chunk}) == {"a": "full", "b": "full"}
-
-
-def test_flags_windows_and_packed_sequences_need_no_mask():
-    x = torch.randn(1, 2, T, 4)
-    plain = make_call(AttentionSpec(), x, x, x)
-    packed = band_call(plain, cu_seqlens=torch.tensor([0, 5, T]))
-    assert visible_pattern(plain) == VisiblePattern(
-        visible="full", blocks=False, queries=T
-    )
-    assert visible_pattern(packed) == VisiblePattern(
-        visible="full", blocks=True, queries=T
-    )
-    assert visible_pattern(band_call(plain, window=(3, 0))).visible == "window"
-    assert (
-        visible_pattern(
-            band_call(plain, window=(2, 0), cu_seqlens=torch.tensor([0, 5, T]))
-        ).visible
-        == "window"
-    )
-    assert (
-        visible_pattern(
-            make_call(AttentionSpec(position=SlidingWindow(window=4)), x, x, x)
-        ).visible
-        == "window"
-    )

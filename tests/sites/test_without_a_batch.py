@@ -1,9 +1,8 @@
 """Hand-written attention on one sequence [tokens features], without a batch dimension."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from tests.training import sgd, step
 from torch import nn
 
 import qkeel
@@ -23,29 +22,24 @@ class Attention(nn.Module):
         self.product = product
         self.q, self.k, self.v = (nn.Linear(8, n) for n in (4, 4, 8))
 
-    def logits(self, x, product=torch.matmul):
+    def logits(self, x):
         hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-        z = (
-            product(self.q(x), self.k(x))
-            if product is self.product
-            else (self.q(x).double() @ self.k(x).double().mT)
-        )
-        return (z / 2).masked_fill(hidden, -torch.inf)
+        z = self.product(self.q(x), self.k(x)) / 2
+        return z.masked_fill(hidden, -torch.inf)
 
     def forward(self, x):
-        return x + self.logits(x, self.product).softmax(-1) @ self.v(x)
+        return x + self.logits(x).softmax(-1) @ self.v(x)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_one_sequence_is_measured_and_clipped(spelling):
     torch.manual_seed(0)
     model, x = nn.Sequential(Attention(SPELLINGS[spelling])), torch.randn(7, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     (site,) = qkeel.find_sites(model, x)
     assert (site.verified, site.n_heads) == (True, 1)
     with qkeel.watch(model, optimizer) as monitor:
-        model(x).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, x)
         heads = monitor.sample.heads
     z = model[0].logits(x).detach()
     entropy = torch.special.entr(z.softmax(-1)).sum(-1).mean()
@@ -53,8 +47,7 @@ def test_one_sequence_is_measured_and_clipped(spelling):
     assert heads["entropy"].item() == pytest.approx(float(entropy), rel=1e-5)
     tau = float(z.amax()) / 2
     with qkeel.apply(model, f"qk_clip:threshold={tau}", optimizer, batch=x):
-        model(x).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, x)
     assert float(model[0].logits(x).detach().amax()) == pytest.approx(tau, rel=1e-4)
 
 

@@ -1,12 +1,11 @@
 """Attention that a model computes without a graph: by its own checkpoint functions, and in truncated recurrences."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
 from tests.attention import Attention, Joint, fused, values, written
+from tests.training import sgd, step
 from torch import nn
 
 import qkeel
@@ -16,14 +15,14 @@ class Recomputed(torch.autograd.Function):
     """A checkpoint function as in Megatron, DeepSpeed and unsloth: no graph in the forward, another run in backward."""
 
     @staticmethod
-    def forward(ctx, run, x, *weights):  # type: ignore[override]
+    def forward(ctx, run, x, *weights):
         ctx.run = run
         ctx.save_for_backward(x.detach().to("cpu", copy=True))
         with torch.no_grad():
             return run(x)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
+    def backward(ctx, grad):
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             y = ctx.run(x)
@@ -81,14 +80,12 @@ def test_the_rows_of_each_head_are_known_and_the_clip_acts(kind, attend, is_trun
         assert torch.equal(site.query[0].index, torch.arange(32).view(4, 8))
         assert float(block.calls) == 0
     before = values(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with qkeel.watch(model, optimizer, sites=sites) as monitor:
-        model(x).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, x)
         tau = float(monitor.sample.heads["max_logit"].min()) / 2
     with qkeel.apply(model, f"qk_clip:threshold={tau}", optimizer, batch=x):
-        model(x).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, x)
     for name, p in model.named_parameters():  # grouped keys keep theirs
         assert torch.equal(p, before[name]) == (weight not in name), name
     with qkeel.apply(model, "qk_norm", optimizer, batch=x):

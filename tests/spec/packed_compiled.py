@@ -1,7 +1,10 @@
 """Attention over packed sequences, compiled and not, watched: python -m tests.spec.packed_compiled."""
 
 import torch
+from tests.attention import from_heads
+from tests.training import sgd
 from torch import nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel import attention
@@ -21,12 +24,12 @@ class Packing(nn.Module):
     def forward(self, x, ends):
         """The heads side by side."""
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        return attention(q, k, v, spec=SPEC, cu_seqlens=ends).transpose(1, 2).flatten(2)
+        return from_heads(attention(q, k, v, spec=SPEC, cu_seqlens=ends))
 
 
 def numbers(plain, module, x):
     """Outputs and gradients for all ends, and the largest logits that were watched."""
-    optimizer, computed = torch.optim.SGD(plain.parameters(), lr=0.0), []
+    optimizer, computed = sgd(plain, 0.0), []
     with qkeel.watch(module, optimizer) as monitor:
         for ends in ENDS:
             out = module(x, ends)
@@ -43,4 +46,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     plain, x = Packing(), torch.randn(1, 12, 16)
     compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(numbers(plain, compiled, x), numbers(plain, plain, x))
+    assert_close(numbers(plain, compiled, x), numbers(plain, plain, x))

@@ -7,8 +7,10 @@ import sys
 
 import pytest
 import torch
+from tests.drawing import rand
 from tests.each_row import each_row
 from tests.packed_sequences import CASES, packed, spoiled
+from torch.testing import assert_close
 
 from qkeel import attention, errors, preset
 from qkeel.functional.statistics import TENSORS, merge
@@ -23,7 +25,7 @@ OTHER = torch.tensor([0, 5, 6, 10, 13], dtype=torch.int32)
 
 @each_row("name, options", CASES)
 def test_where_ends_are_not_read_a_span_has_all_keys_that_its_rows_see(name, options):
-    call = packed(name, **options).call()  # type: ignore[arg-type]
+    call = packed(name, **options).call()
     (t, s), row = (call.q.shape[2], call.k.shape[2]), torch.arange(call.q.shape[2])
     sees = (call.high > call.low)[0]
     farthest = int(torch.maximum(row - call.low, call.high - row)[0, sees].max())
@@ -64,7 +66,7 @@ def test_a_nan_in_one_sequence_reaches_its_own_rows_and_no_head_beside():
 )
 def test_attention_and_statistics_are_those_of_sequences_alone(spec, ends_k, causal):
     q, k, v = (torch.randn(1, h, 13, 16, requires_grad=True) for h in (4, 2, 2))
-    padding = torch.rand(1, 1, 1, 13, generator=torch.Generator().manual_seed(1)) < 0.8
+    padding = rand(1, 1, 1, 13, seed=1) < 0.8
     options = {
         "spec": spec,
         "params": spec.init_params(4, 2, 16),
@@ -89,15 +91,15 @@ def test_attention_and_statistics_are_those_of_sequences_alone(spec, ends_k, cau
         )
         truth[:, :, i:j], alone = run(sequence, "auto"), logit_stats(sequence)
         joined = alone if joined is None else merge(joined, alone)
-    torch.testing.assert_close(out, truth)
+    assert_close(out, truth)
     for name in TENSORS:
-        torch.testing.assert_close(
+        assert_close(
             getattr(stats, name), getattr(joined, name), rtol=1e-5, atol=1e-5, msg=name
         )
     ours, theirs = (
         torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, truth)
     )
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 X = torch.randn(1, 2, 12, 8)
@@ -120,7 +122,7 @@ X = torch.randn(1, 2, 12, 8)
 )
 def test_what_cannot_be_read_as_ends_of_sequences_is_refused(error, ends, x):
     with pytest.raises(error):
-        attention(x, x, x, spec=AttentionSpec(), cu_seqlens=ends)  # type: ignore[call-overload]
+        attention(x, x, x, spec=AttentionSpec(), cu_seqlens=ends)
 
 
 def test_positions_restart_in_each_sequence_so_none_are_taken():
@@ -206,7 +208,7 @@ def test_who_sees_whom_and_with_which_bias_pair_by_pair(
                 by_query = slopes.expand(n_rows, 2)[of_query[:, rows]].mT[..., None]
                 expected = -gap.abs()[rows, keys] * by_query
                 ours = bias.expand_as(block)[block]
-                torch.testing.assert_close(ours, expected.expand_as(block)[block])
+                assert_close(ours, expected.expand_as(block)[block])
         # Spans go by the ends and the reach alone.
         some = itertools.combinations(range(t + 1), 2) if slopes is None else [(0, t)]
         for start, stop in some:

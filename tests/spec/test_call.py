@@ -1,7 +1,5 @@
 """The border: which keys are visible, at which positions, with which parameters; and what is refused there."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -9,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.changed import other_kinds, other_shapes
+from tests.drawing import rand, randn
 from tests.each_row import each_row
+from torch.testing import assert_close
 
 from qkeel import attention, reference
 from qkeel.errors import (
@@ -71,7 +71,7 @@ def attend(spec, *qkv, **options):
 
 
 def same(a, b, atol=1e-13):
-    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+    assert_close(a, b, rtol=0, atol=atol)
 
 
 # Masks
@@ -92,7 +92,7 @@ def test_infinity_and_the_most_negative_number_hide_as_a_boolean_mask_does(
     dtype,
 ):
     # transformers writes masks with the latter. Row 3 sees nothing at all: weights 0, not a uniform row.
-    keep = torch.rand(2, 1, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.6
+    keep = rand(2, 1, 5, 5, seed=0) < 0.6
     keep[:, :, 3] = False
     a = attend(preset("qwen3"), *draw(), mask=keep)
     for low in (torch.finfo(dtype).min, -math.inf):
@@ -138,7 +138,6 @@ def test_a_mask_broadcasts_and_is_padding_where_it_can_be_nothing_else(
             make_call(AttentionSpec(), *qkv, mask=keep)
     else:
         mask = make_call(AttentionSpec(), *qkv, mask=keep).mask
-        assert mask is not None
         assert mask.shape == full
 
 
@@ -182,11 +181,9 @@ def test_equal_positions_are_one_tensor():
     rows=st.tuples(st.integers(0, 6), st.integers(1, 7)),
     keys=st.tuples(st.integers(0, 5), st.integers(1, 6)),
 )
-def test_a_block_of_scores_is_that_block_of_the_logits(
-    spec: AttentionSpec, rows: tuple[int, int], keys: tuple[int, int]
-) -> None:
+def test_a_block_of_scores_is_that_block_of_the_logits(spec, rows, keys):
     qkv = draw(t=7, s=6)
-    bias = torch.randn(7, 6, generator=torch.Generator().manual_seed(0)).double()
+    bias = randn(7, 6, seed=0).double()
     logits = attend(spec, *qkv, mask=bias).logits
     call = make_call(spec, *qkv, params=params_of(spec), mask=bias)
     r, c = slice(*sorted(rows)), slice(*sorted(keys))
@@ -205,8 +202,8 @@ def test_a_block_of_scores_is_that_block_of_the_logits(
     window=st.none() | st.integers(1, 8),
 )
 def test_the_span_of_rows_is_from_the_first_key_that_any_of_them_sees_to_the_last(
-    t: int, s: int, ends: tuple[int, int], causal: bool, window: int | None
-) -> None:
+    t, s, ends, causal, window
+):
     start, stop = min(*ends, t - 1), max(min(max(ends), t), 1)
     rows, position = slice(min(start, stop - 1), stop), NoPosition()
     if window is not None:

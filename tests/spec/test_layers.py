@@ -89,7 +89,7 @@ def test_whether_one_fused_call_does_and_how_far_a_query_sees():
         "inv_leaky": LeakyReRope(window=16, factor=1 / 16),
         "inv_leaky:window=63,leak=0.5": LeakyReRope(window=63, factor=0.5),
         "window:window=1": SlidingWindow(window=1, inner=FORM.position),
-        "pi:factor=2": dataclasses.replace(FORM.position, stretch=PI(factor=2)),  # type: ignore[type-var]
+        "pi:factor=2": dataclasses.replace(FORM.position, stretch=PI(factor=2)),
         "": FORM.position,
     }.items(),
 )

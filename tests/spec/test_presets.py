@@ -168,11 +168,11 @@ def test_options_of_presets_do_what_they_name():
         gained = {
             "norm": L2Norm(on=on, gain="dim"),
             "position": Rope(order="norm_then_rotate"),
-        }  # type: ignore[arg-type]
-        assert preset(name, gain=True) == PUBLISHED[name].replace(**gained)  # type: ignore[arg-type]
+        }
+        assert preset(name, gain=True) == PUBLISHED[name].replace(**gained)
         assert preset(f"{name}_logn", gain=True) == PUBLISHED[f"{name}_logn"].replace(
             **gained
-        )  # type: ignore[arg-type]
+        )
     assert preset("cosa", gradient=True).scale == GradientMax(keys=256)
     assert preset("cosa_logn", gradient=True).scale == LogN(
         train_length=512, inner=GradientMax(keys=512)
@@ -194,14 +194,14 @@ def test_what_no_preset_takes_is_refused():
         (InvalidValueError, "qwen3", {"eps": math.nan}),
     ):
         with pytest.raises(error):
-            preset(name, **options)  # type: ignore[arg-type]
+            preset(name, **options)
 
 
 def test_advice_is_given_where_a_fixed_scale_is_a_quarter_off_the_best_for_the_head():
     cosa = PUBLISHED["cosa"]
     best = {d: gradient_scale(256, d) for d in (64, 128, 256, 512)}
     for d, own in best.items():
-        off = max(cosa.scale.value / own, own / cosa.scale.value)  # type: ignore[attr-defined]
+        off = max(cosa.scale.value / own, own / cosa.scale.value)
         said = scale_advice(cosa, d)
         assert (said is None) == (off <= 1.25), d
         assert (

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.each_row import each_row
 from torch.overrides import TorchFunctionMode
+from torch.testing import assert_close
 
 from qkeel import attention, preset, reference
 from qkeel import spec as slots
@@ -70,7 +71,7 @@ SIZES = ParameterSizes(n_heads=4, n_kv_heads=2, head_dim=8)
 
 def qkv(h=4, g=2):
     generator = torch.Generator().manual_seed(0)
-    return tuple(  # type: ignore[return-value]
+    return tuple(
         torch.randn(2, heads, 6, 8, dtype=torch.float64, generator=generator)
         for heads in (h, g, g)
     )
@@ -81,7 +82,7 @@ def attend(spec, **params):
 
 
 def exactly(a, b):
-    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 # What a slot takes: of each option, what else the slot needs, values just inside of its range, and values outside.
@@ -189,7 +190,7 @@ def test_a_shared_gain_needs_equal_heads_and_a_rotation_an_even_size():
     with pytest.raises(InvalidValueError):
         L2Norm(gain="head_dim", shared=True).parameters(SIZES)
     with pytest.raises(UnknownNameError):
-        AttentionSpec().replace(norms=NoNorm())  # type: ignore[arg-type]
+        AttentionSpec().replace(norms=NoNorm())
     positions = (
         Rope(),
         ReRope(window=4),
@@ -236,7 +237,7 @@ NEUTRAL = [
 def test_a_neutral_hyperparameter_is_the_identity(neutral, plain):
     spec = AttentionSpec(**neutral)
     params = {name: p.double() for name, p in spec.init_params(4, 2, 8).items()}
-    torch.testing.assert_close(
+    assert_close(
         attend(spec, **params),
         attend(AttentionSpec(**plain)),
         rtol=0,

@@ -68,7 +68,7 @@ FAST = ("llama", "gpt_oss", "bart")
 CLOSE = 1e-11
 # Measured on request by other options, of weights of norms, and whether a number is one; see tests/monitor.
 NOT_COMPARED = {
-    *("logit_change_rms", "logit_change_mean_abs", "gain_bound", "non_finite"),
+    *("logit_change_rms", "gain_bound", "non_finite"),
     *("finite_stages", "empty_sample", "empty_query", "output_gate"),
     *(
         name for name in HEAD_FIELDS if name.startswith(("index_", "select_", "dense_"))

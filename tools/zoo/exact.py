@@ -143,7 +143,7 @@ def by_head(
 
     With a sink entropies and the weight of the first key are over it too.
     """
-    entropies, relative, first, lses, gaps = [], [], [], [], []
+    entropies, relative, first, lses, gaps, passed = [], [], [], [], [], []
     for n, row in np.ndindex(*z.shape[:2]):
         own = z[n, row][seen[n, row]]
         if not len(own):
@@ -157,6 +157,9 @@ def by_head(
         if len(own) > 1:
             relative.append(entropy / math.log(len(every)))
             first.append(float(p[0]))
+            # Over the keys alone.
+            p = np.exp(own - lse)
+            passed.append(math.fsum(p * (1 - p)) / (1 - 1 / len(p)))
             own = raw[n, row][seen[n, row]]
             gaps.append(float(own.max() - math.fsum(own) / len(own)))
     lengths, widths = np.linalg.norm(q, axis=-1), np.linalg.norm(k, axis=-1)
@@ -173,12 +176,12 @@ def by_head(
         "entropy": np.mean(entropies),
         "entropy_min": np.min(entropies),
         "normalized_entropy": np.mean(relative) if relative else math.nan,
+        "softmax_gradient": np.mean(passed) if passed else math.nan,
         "sink_share": np.mean(first) if first else math.nan,
         "logit_gap": np.mean(gaps) if gaps else math.nan,
         "logit_spread": np.max(gaps) if gaps else math.nan,
         "lse_mean": np.mean(lses),
         "lse_min": np.min(lses),
-        "lse_std": np.std(lses),
         "query_norm": lengths[seen.any(2)].mean(),
         "query_norm_max": lengths[seen.any(2)].max(),
         "key_norm": widths[seen.any(1)].mean(),
@@ -201,7 +204,6 @@ def gates(z: np.ndarray, seen: np.ndarray, sink: float) -> dict[str, float]:
     return {
         "sink_logit": sink,
         "gate_mean": float(np.mean(values)),
-        "gate_std": float(np.std(values)),
     }
 
 
@@ -333,17 +335,10 @@ def loss_of(output: Any) -> Tensor:
     )  # type: ignore[return-value]
 
 
-SPREADS = (
-    "lse_std",
-    "gate_std",
-)  # standard deviations that are made of a mean and a mean square
-
-
 def differences(entry: Entry) -> dict[str, float]:
     """By field the largest difference from the reference over all attentions and heads, relative to its size.
 
-    Of numbers under 0.001 it is relative to that; of SPREADS it is the difference of the squares relative to the mean
-    square. A field that only the reference has is named "… not measured".
+    Of numbers under 0.001 it is relative to that. A field that only the reference has is named "… not measured".
     """
     torch.manual_seed(0)
     model = still(build(entry, "eager").double())
@@ -400,10 +395,8 @@ def differences(entry: Entry) -> dict[str, float]:
             )
     worst: dict[str, float] = {}
 
-    def compare(
-        name: str, found: np.ndarray, expected: np.ndarray, *, least: float = 1e-3
-    ) -> None:
-        both = np.abs(found - expected) / np.maximum(least, np.abs(expected))
+    def compare(name: str, found: np.ndarray, expected: np.ndarray) -> None:
+        both = np.abs(found - expected) / np.maximum(1e-3, np.abs(expected))
         both = np.where(
             np.isnan(found) & np.isnan(expected),
             0.0,
@@ -429,14 +422,6 @@ def differences(entry: Entry) -> dict[str, float]:
             if known is None or np.isnan(own).all():
                 worst.setdefault(f"{name} not measured", 0.0)
                 worst[f"{name} not measured"] += 1
-            elif (
-                mean := expected.get(name.replace("_std", "_mean"))
-            ) is not None and name in SPREADS:
-                # From a mean and a mean square, whose rounding is of the size of the latter: the squares are compared.
-                square = np.maximum(1e-3, np.square(mean) + np.square(values))
-                compare(
-                    name, np.square(own) / square, np.square(values) / square, least=1.0
-                )
             else:
                 compare(name, own, values)
         for name in blocks_of(blocks, site):

@@ -1,8 +1,8 @@
 """AUDIT: reads a checkpoint head by head without running it, and explains a model's attention by experiment."""
 
-from qkeel.audit.attention_weights import Unknown
 from qkeel.audit.check import check
 from qkeel.audit.checkpoint_config import Geometry
+from qkeel.audit.checkpoint_heads import Unknown
 from qkeel.audit.contracts import Documents, Window
 from qkeel.audit.explain import explain
 from qkeel.audit.logit_bounds import SiteReport

@@ -15,7 +15,7 @@ from qkeel.audit.checkpoint_config import Geometry
 from qkeel.audit.config_differences import call_differences
 from qkeel.audit.contracts import Contract
 from qkeel.audit.output_gates import GateMode, shut_gates
-from qkeel.audit.saturation import saturated_heads, saturation_line
+from qkeel.audit.saturation import least_gradient, saturation_line
 from qkeel.audit.scan import Scan, ScanProgress, outlier_heads, scan
 from qkeel.audit.sees import check_sees
 from qkeel.audit.visibility import PackedTokens, SeenKeys, findings, read_visibility
@@ -34,7 +34,9 @@ from qkeel.patching.modes import push_mode, take_off
 from qkeel.patching.roles import tensors_within
 from qkeel.records import RunDirectory
 from qkeel.sites.find import found_sites, site_label
-from qkeel.sites.site import AttentionSite
+from qkeel.sites.logit_sample import LogitSample
+from qkeel.sites.site import Sites
+from qkeel.sites.softmax_weights import captured_calls
 from qkeel.sites.tap import Tap, Visitor
 
 
@@ -53,15 +55,14 @@ def check(
     enters the softmax (after a cap and without biases, so that no constant matters), if a layer's mean attention
     entropy is below 0.05 nats, if most heads of a layer are saturated or their output gates shut, or if queries give
     weight to what they should not see: later keys in a causal model, other documents of a packed batch, padding, pairs
-    that a mask hides. A model is judged by two forward passes on the batch, after those of `find_sites`; it is left
-    unchanged. A run is judged by all its records, and by its largest logit if these have no `logit_spread`. A
-    checkpoint is judged by its weights alone, which give only an upper bound on the logits; a bound above the threshold
-    is therefore "not known", not "not healthy".
+    that a mask hides. A model is judged by two forward passes on the batch, after those of `find_sites`, or by three if a
+    layer is saturated; it is left unchanged. A run is judged by all its records, and by its largest logit if these have
+    no `logit_spread`. A checkpoint is judged by its weights alone, which give only an upper bound on the logits; a bound
+    above the threshold is therefore "not known", not "not healthy".
 
-    A head is saturated if its normalized entropy, the mean over rows of the entropy divided by that of uniform
-    attention on the same keys, is below 0.01, or below 0.125 where the scale is four times 1/√head_dim or more: its
-    softmax then passes back next to no gradient. Heads that attend to a fixed place, such as the first key or the key
-    before, are not.
+    A head is saturated if its softmax passes back less than a fiftieth of what uniform attention on the same keys would
+    (`softmax_gradient`), or less than a quarter where the scale is four times 1/√head_dim or more. Heads that attend to
+    a fixed place, such as the first key or the key before, are not.
 
     Args:
         model_or_path: a model; the directory of a run that qkeel watched or trained; or a .safetensors file, a folder
@@ -193,7 +194,7 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     unexpected += shut_gates(
         {site_label(name, type(inner).__name__): x for name, x in gates.gates.items()}
     )
-    unexpected += _saturation(statistics, layers, sites)
+    unexpected += _saturation(inner, batch, statistics, layers, sites)
     # What is seen and should not be outweighs any number: a leak is wrong at every size of logits.
     if unexpected:
         status = Status.NOT_HEALTHY
@@ -236,9 +237,11 @@ class _GateVisitor(Visitor):
 
 
 def _saturation(
+    model: nn.Module,
+    batch: object,
     statistics: Mapping[str, LogitStats],
     layers: Mapping[str, SeenKeys],
-    sites: Sequence[AttentionSite],
+    sites: Sites,
 ) -> list[str]:
     """Says which layers have most of their heads saturated, with the line to act; a single head is common, and
     healthy."""
@@ -247,21 +250,29 @@ def _saturation(
         stats = statistics.get(name)
         if stats is None or layer.positional is None or not layer.competes:
             continue
-        # A head whose rows see one key or none has no entropy to lose.
-        entropies = stats.normalized_entropy.masked_fill(stats.n_free == 0, math.nan)
-        heads = saturated_heads(entropies, layer.positional, layer.scale)
-        if len(heads) > max(1, len(entropies) / 2):
-            saturated[name] = len(heads)
+        # A head whose rows see one key or none has nothing to pass back.
+        gradients = stats.softmax_gradient.masked_fill(stats.n_free == 0, math.nan)
+        is_low = (gradients.cpu() < least_gradient(layer.scale)) & ~layer.positional
+        n_heads = int(is_low.sum())
+        if n_heads > max(1, len(gradients) / 2):
+            saturated[name] = n_heads
     if not saturated:
         return []
     name, n_heads = next(iter(saturated.items()))
     stats, layer, n_more = statistics[name], layers[name], len(saturated) - 1
     site = next((site for site in sites if site.name == name), None)
-    entropies = stats.normalized_entropy
-    line = saturation_line(site, layer.scale, float(stats.logit_spread.max()))
+    gradients = stats.softmax_gradient
+    line, factor = saturation_line(site, layer.scale, float(stats.logit_spread.max()))
+    effect, calls = "", captured_calls(model, batch, sites)[name]
+    sample = LogitSample.of(calls[0])
+    if sample is not None and math.isfinite(factor):
+        head = int(stats.logit_spread.argmax())
+        effect = sample.effect(head, factor=factor)
+        effect = effect and f" {factor:.3g} times q·k would, in head {head}, {effect}."
     return [
-        f"{layer.layer}{f' and {n_more} more' if n_more else ''} is saturated: {n_heads} of {len(entropies)} heads have "
-        f"{float(entropies.median()):.2g} of the entropy of uniform attention. To act: {line}"
+        f"{layer.layer}{f' and {n_more} more' if n_more else ''} is saturated: {n_heads} of {len(gradients)} heads pass "
+        f"back under {least_gradient(layer.scale):g} of the gradient that uniform attention would (median "
+        f"{float(gradients.median()):.2g}).{effect} To act: {line}"
     ]
 
 

@@ -17,8 +17,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from qkeel.audit.attention_weights import SitePlan, Slice, StreamWeights
 from qkeel.audit.checkpoint_config import VERIFIED, Geometry
+from qkeel.audit.checkpoint_heads import SitePlan, Slice, StreamWeights
 from qkeel.functional.bounds import gram_interaction_norms, gram_spectral_norm
 
 Load = Callable[[str], Tensor | None]
@@ -33,10 +33,9 @@ class SiteReport:
     query_*, key_*: norms of W_Q and W_K [head_dim, inputs] (MLA: the up-projections, without the rope part; several
     streams of tokens: the largest).
     interaction_*: norms of W_Qᵀ W_K. logit_bound: no logit can exceed it at any position, given the norm before the
-    projections; NaN if there is no such norm or if q or k are normed. interaction_bound: a tighter bound that holds if
-    q and k are not rotated relative to each other (without RoPE, or for a token attending to itself); for MLA and
-    several streams it equals logit_bound. gain_bound: a bound from the gains of the q/k norm; NaN if there is no such
-    norm. outlier: see `outliers`. Logits are in nats, before any cap, without position biases or additive masks.
+    projections; NaN if there is no such norm or if q or k are normed. gain_bound: a bound from the gains of the q/k norm;
+    NaN if there is no such norm. outlier: see `outliers`. Logits are in nats, before any cap, without position biases or
+    additive masks.
     """
 
     name: str  #: name of the attention's module
@@ -51,15 +50,8 @@ class SiteReport:
     key_spectral: tuple[float, ...]  #: ‖W_K‖₂
     interaction_frobenius: tuple[float, ...]  #: ‖W_Qᵀ W_K‖_F
     interaction_spectral: tuple[float, ...]  #: ‖W_Qᵀ W_K‖₂
-    interaction_bound: tuple[float, ...]
     logit_bound: tuple[float, ...]
     gain_bound: tuple[float, ...]
-    query_gain_max: float | None = (
-        None  #: largest magnitude of the gain of q's norm; None if there is none
-    )
-    key_gain_max: float | None = (
-        None  #: largest magnitude of the gain of k's norm; None if there is none
-    )
     outlier: tuple[bool, ...] = ()
     notes: tuple[str, ...] = ()  #: gaps of the bounds, with their reasons
     assumed: tuple[
@@ -131,7 +123,7 @@ def measure(
     ]
     interaction = torch.stack([spectral_norm for _, spectral_norm in pairs]).amax(0)
     lengths = _Lengths(plan, spectral, load, geometry)
-    logit_bound, gain_bound, interaction_bound, note = lengths.bounds(interaction)
+    logit_bound, gain_bound, note = lengths.bounds(interaction)
     scale = geometry.scale_of(plan.head_dim)
     # YaRN scales cos and sin of both sides.
     rotated = scale * geometry.rope_factor**2
@@ -168,11 +160,8 @@ def measure(
             torch.stack([norm for norm, _ in pairs]).amax(0)
         ),
         interaction_spectral=per_head(interaction),
-        interaction_bound=per_head(rotated * interaction_bound),
         logit_bound=per_head(rotated * logit_bound),
         gain_bound=per_head(rotated * gain_bound),
-        query_gain_max=lengths.gain_max(plan.queries),
-        key_gain_max=lengths.gain_max(plan.keys),
         notes=tuple(filter(None, notes)),
         assumed=tuple(assumed),
     )
@@ -192,9 +181,11 @@ class _Lengths:
         self.plan, self.spectral, self.load = plan, spectral, load
         self.offset = 1.0 if geometry.one_plus else 0.0
 
-    def bounds(self, interaction: Tensor) -> tuple[Tensor, Tensor, Tensor, str]:
-        """Returns the bound from weights, the bound from gains, the bound without rotation, from ‖W_QᵀW_K‖₂, and why
-        there is none."""
+    def bounds(self, interaction: Tensor) -> tuple[Tensor, Tensor, str]:
+        """Returns the bound from weights, the bound from gains, and why there is none.
+
+        `interaction` is ‖W_QᵀW_K‖₂, which bounds the part of MLA that is not rotated.
+        """
         plan, unknown = self.plan, torch.tensor(math.nan, dtype=torch.float64)
         sides = (*plan.queries, *plan.keys)
         is_normed = any(side.gain is not None for side in sides)
@@ -202,28 +193,16 @@ class _Lengths:
         note = ""
         if any(side.gain is None and side.input is None for side in sides):
             note = "no norm found before the projections: weights alone give no logit bound"
-        radii = self._radius(query.input) * self._radius(key.input)
         if query.rope is not None and key.rope is not None:
             if is_normed:
-                return (
-                    unknown,
-                    unknown,
-                    unknown,
-                    "q/k norm on MLA: no bound is computed",
-                )
+                return unknown, unknown, "q/k norm on MLA: no bound is computed"
+            radii = self._radius(query.input) * self._radius(key.input)
             rotated = self._projected(query.rope, query.input)
             rotated = rotated * self._projected(key.rope, key.rope_input)
-            bound = radii * interaction + rotated
-            return bound, unknown, bound, note
+            return radii * interaction + rotated, unknown, note
         # Rotations keep lengths, so the product of the largest lengths bounds the logit at any offset.
         q, k = self._longest(plan.queries), self._longest(plan.keys)
-        if is_normed:
-            return unknown, q * k, unknown, note
-        if len(plan.queries) > 1:
-            return q * k, unknown, q * k, note
-        # Biases add to both sides what they add to the product of the norms.
-        without = self.spectral[query.weight] * self.spectral[key.weight] * radii
-        return q * k, unknown, radii * interaction + (q * k - without), note
+        return (unknown, q * k, note) if is_normed else (q * k, unknown, note)
 
     def _longest(self, streams: tuple[StreamWeights, ...]) -> Tensor:
         """Returns the largest L2 norm of a head's q (or k) over all streams of tokens; NaN if one has no bound."""
@@ -269,11 +248,6 @@ class _Lengths:
             return math.nan
         gain, bias = self._gain(name)
         return gain.numel() ** 0.5 * float(gain.abs().amax()) + float(bias.norm())
-
-    def gain_max(self, streams: tuple[StreamWeights, ...]) -> float | None:
-        """Returns max|g| over the streams, or None if there is no gain."""
-        gains = [self._gain(side.gain)[0] for side in streams if side.gain is not None]
-        return max((float(gain.abs().amax()) for gain in gains), default=None)
 
     def _gain(self, name: str) -> tuple[Tensor, Tensor]:
         """Returns a norm's gain and bias."""

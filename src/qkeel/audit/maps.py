@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, needed, unknown
-from qkeel.sites.weights import (
+from qkeel.sites.softmax_weights import (
     Weights,
     blocks_of_weights,
     captured_calls,

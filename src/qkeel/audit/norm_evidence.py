@@ -23,8 +23,6 @@ from qkeel.audit.recipes import NormRecipe, Rotation
 from qkeel.sites.site import NormGain
 
 EITHER_ORDER = "before or after RoPE (equivalent without a gain per dim)"
-# Tried where no module says its eps.
-_EPS = (0.0, 1e-8, 1e-6, 1e-5, 1e-3)
 
 
 @final
@@ -167,26 +165,23 @@ def _compared(before: Tensor, after: Tensor, recipe: NormRecipe) -> NormFit:
 def _norms(
     projected: Tensor, arrived: Tensor, gains: HeadGains | None
 ) -> Iterator[NormFit]:
-    """Yields each kind of norm with these gains, at the eps and in the order with the rotation that fit best."""
-    stated = None if gains is None else gains.eps
+    """Yields each kind of norm with these gains, in the order with the rotation that fits best.
+
+    An eps that no module states is unknown; the fit then takes it to be small beside the vectors.
+    """
+    eps = None if gains is None else gains.eps
     for over in ("head", "layer") if len(projected) > 1 else ("head",):
         for kind in ("RMS", "layer"):
-            fits: dict[float, NormFit] = {}
             dims = (0, 2) if over == "layer" else (2,)
             x = projected
             if kind == "layer":
                 x = projected - projected.mean(dims, keepdim=True)
             square = x.square().mean(dims, keepdim=True)
-            for eps in _EPS if stated is None else (stated,):
-                recipe = NormRecipe(kind=kind, over=over, eps=eps)
-                orders = _orders(x / (square + eps).sqrt(), arrived, recipe, gains)
-                fits[eps] = min(orders, key=lambda fit: fit.error)
-            best = min(fits.values(), key=lambda fit: fit.error)
-            if stated is None and fits[0.0].error < 4 * best.error:
-                # Vectors much larger than eps do not show it.
-                recipe = dataclasses.replace(best.recipe, eps=None)
-                best = dataclasses.replace(best, recipe=recipe)
-            yield best
+            # A token whose vector is zero stays zero, as with any eps.
+            normed = x / (square + (eps or 0.0)).clamp_min(1e-300).sqrt()
+            recipe = NormRecipe(kind=kind, over=over, eps=eps)
+            orders = _orders(normed, arrived, recipe, gains)
+            yield min(orders, key=lambda fit: fit.error)
 
 
 def _orders(

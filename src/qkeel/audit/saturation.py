@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import final
 
 import torch
@@ -10,13 +11,11 @@ from torch import Tensor
 
 from qkeel.sites.site import AttentionSite
 
-# Of the entropy of uniform attention on the same keys; a head under it is saturated. It then passes back about a
-# fiftieth of the gradient that uniform attention would, Σ p (1 - p), whatever the number of keys (measured from 32 to
-# 1,024 keys with logits of any spread).
-LEAST_ENTROPY = 1 / 100
-# The same where the scale is so many times 1/√head_dim, and is the cause: queries and keys that are normed, with a
-# scale of 1 and a head_dim of 128 to 512, have 0.04 to 0.11 at initialisation (measured).
-LEAST_ENTROPY_OF_SCALE = 1 / 8
+# Of what uniform attention on the same keys would pass back, Σ p (1 - p); a head under it is saturated.
+LEAST_GRADIENT = 1 / 50
+# The same where the scale is so many times 1/√head_dim, and is the cause: random queries and keys that are normed, with
+# a scale of 1 and a head_dim of 128 to 512, pass back 0.04 to 0.25 on 16 to 512 keys (measured).
+LEAST_GRADIENT_OF_SCALE = 1 / 4
 UNUSUAL = 4.0
 # Places that no key has.
 _UNCOUNTED, _SINK = -(1 << 30), -(1 << 29)
@@ -27,7 +26,7 @@ class LargestWeights:
     """Notes where the largest weight of each row lies, of a layer whose weights are seen block by block.
 
     Heads that attend to the first key, to a fixed key or to a key at a fixed distance, as sinks and previous-token
-    heads do, have as little entropy as saturated ones, and are healthy.
+    heads do, pass back as little as saturated ones, and are healthy.
     """
 
     def __init__(self) -> None:
@@ -70,22 +69,16 @@ class LargestWeights:
         return torch.stack(by_measure).any(0)
 
 
-def saturated_heads(
-    normalized_entropy: Float[Tensor, " h"],
-    positional: Bool[Tensor, " h"],
-    scale: float,
-) -> list[int]:
-    """The heads that pass back too little, and whose largest weights follow what is in the keys.
-
-    scale: the factor on q·k times √head_dim; NaN if it is not known.
-    """
-    least = LEAST_ENTROPY_OF_SCALE if scale >= UNUSUAL else LEAST_ENTROPY
-    is_saturated = (normalized_entropy.cpu() < least) & ~positional
-    return is_saturated.nonzero().flatten().tolist()
+def least_gradient(scale: float) -> float:
+    """The `softmax_gradient` under which a head is saturated, by the factor on q·k times √head_dim; NaN if not known."""
+    return LEAST_GRADIENT_OF_SCALE if scale >= UNUSUAL else LEAST_GRADIENT
 
 
-def saturation_line(site: AttentionSite | None, scale: float, spread: float) -> str:
-    """The line that brings the logits of a saturated layer back to where softmax has a gradient.
+def saturation_line(
+    site: AttentionSite | None, scale: float, spread: float
+) -> tuple[str, float]:
+    """The line that brings the logits of a saturated layer back to where softmax has a gradient, and its factor on them,
+    NaN for a norm.
 
     Args:
         site: the layer, if its weights are known.
@@ -98,10 +91,15 @@ def saturation_line(site: AttentionSite | None, scale: float, spread: float) -> 
     gains = [] if site is None else list(site.query_gains)
     if gains and all(gain.parameter and not gain.offset for gain in gains):
         ends = sorted({".".join(str(x.parameter).split(".")[-2:]) for x in gains})
-        return (
-            f"{remark}[p.data.mul_({factor:.3g}) for n, p in model.named_parameters() if n.endswith({tuple(ends)!r})]  # "
-            "the gain of q"
+        line = (
+            f"[p.data.mul_({factor:.3g}) for n, p in model.named_parameters() if n.endswith({tuple(ends)!r})]  # the gain "
+            "of q"
         )
-    if site is not None and not gains and not is_unusual:
-        return 'qkeel.apply(model, "qk_norm", batch=batch)  # a norm with a gain'
-    return f"{remark}multiply the scale, or the gain of q, by {factor:.3g}"
+    elif site is not None and not gains and not is_unusual:
+        return (
+            'qkeel.apply(model, "qk_norm", batch=batch)  # a norm with a gain',
+            math.nan,
+        )
+    else:
+        line = f"multiply the scale, or the gain of q, by {factor:.3g}"
+    return remark + line, factor

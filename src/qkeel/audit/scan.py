@@ -12,7 +12,8 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor
 
-from qkeel.audit.attention_weights import (
+from qkeel.audit.checkpoint_config import Geometry, read_geometry
+from qkeel.audit.checkpoint_heads import (
     FUSED,
     SEPARATE,
     SitePlan,
@@ -21,7 +22,6 @@ from qkeel.audit.attention_weights import (
     missing_layers,
     recognise,
 )
-from qkeel.audit.checkpoint_config import Geometry, read_geometry
 from qkeel.audit.logit_bounds import SiteReport, grams, measure
 from qkeel.errors import InvalidValueError, UnknownNameError
 from qkeel.metrics import text_table
@@ -96,7 +96,6 @@ def scan(
     *,
     flags: Geometry | None = None,
     on_progress: ScanProgress = _silent,
-    heads: bool = True,
 ) -> Scan:
     """Measures every tensor and, per layer and head, W_Q, W_K and W_Qᵀ W_K, and bounds the logits that they allow.
 
@@ -106,8 +105,6 @@ def scan(
         path: a .safetensors file, a folder of shards with model.safetensors.index.json, or a Hugging Face folder.
         flags: head counts that complete or override those of config.json.
         on_progress: called with the number of bytes done and the total number.
-        heads: whether to measure heads; if False, only the tensors are measured, and a checkpoint without known
-            attention is accepted.
 
     Raises:
         RefusedError: the checkpoint is pickled.
@@ -134,11 +131,9 @@ def scan(
     def geometry(name: str) -> Geometry:
         return read_geometry(checkpoint.config, name, flags)
 
-    plans: list[SitePlan | Unknown] = []
-    if heads:
-        plans = recognise(checkpoint.tensors, geometry)
-        if not plans:
-            raise _nothing_known(checkpoint)
+    plans = recognise(checkpoint.tensors, geometry)
+    if not plans:
+        raise _nothing_known(checkpoint)
     # Every tensor is read once, in the order of the files, and a site measured when its last weight has been read.
     reader, small = TensorReader(), TensorReader()
 
@@ -201,7 +196,7 @@ def _nothing_known(checkpoint: Checkpoint) -> UnknownNameError:
     conventions = ", ".join([f"{q}/{k}" for q, k in SEPARATE] + sorted(FUSED))
     return UnknownNameError(
         f"{checkpoint.path} holds no attention weights under a known name; expected one of {conventions}; "
-        f"found {', '.join(matrices) or 'no matrices'}, … Rename them, or list the tensors alone with --tensors-only"
+        f"found {', '.join(matrices) or 'no matrices'}, … Give its queries and keys one of these names"
     )
 
 
@@ -237,7 +232,6 @@ _COLUMNS = {
     "key_spectral": "|Wk|_2",
     "interaction_frobenius": "|Wq'Wk|_F",
     "interaction_spectral": "|Wq'Wk|_2",
-    "interaction_bound": "unrotated",
     "logit_bound": "logit bound",
     "gain_bound": "gain bound",
 }

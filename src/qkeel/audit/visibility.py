@@ -25,7 +25,7 @@ from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.find import site_label
 from qkeel.sites.site import Sites
-from qkeel.sites.weights import blocks_of_weights, captured_calls, weights_shape
+from qkeel.sites.softmax_weights import blocks_of_weights, captured_calls, weights_shape
 
 # Of a row on keys it should not see, under which nothing is said.
 LEAST_WEIGHT = 1e-3

@@ -538,9 +538,13 @@ class ScoresCall:
         cap = self.spec.cap
         if self.bias is None and cap.kind == "none":
             return None
-        if self.bias is not None:
-            z = z - (self.bias[:, :, rows] if self.bias.shape[2] > 1 else self.bias)
-        return visible_keys.blank_(cap.apply(z))
+        return visible_keys.blank_(cap.apply(self.unbiased(rows, z)))
+
+    def unbiased(self, rows: slice, z: Tensor) -> Tensor:
+        """The logits of some rows before the cap, without biases."""
+        if self.bias is None:
+            return z
+        return z - (self.bias[:, :, rows] if self.bias.shape[2] > 1 else self.bias)
 
     def hidden_in(self, rows: slice) -> Tensor | None:
         """The hidden pairs of some rows."""
@@ -584,8 +588,7 @@ def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitS
         weights = weight_rows(
             call.spec.normalizer, call.params or {}, z, visible_keys, classes, sink
         )
-        # The first column is the key that was picked first, not the first key of the
-        # sequence.
+        # With gathered keys, the first column is the key that was picked first, not the first one of the sequence.
         if call.gathered:
             weights["first_weight"] = torch.full_like(z[..., 0], torch.nan)
         parts.append(RowStats(**angles, **logits, **weights))

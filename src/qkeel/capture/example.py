@@ -378,7 +378,11 @@ Undo = Callable[[], None]
 
 @contextmanager
 def undisturbed(
-    model: nn.Module, *, weights: bool = True, runs_gradient_hooks: bool = False
+    model: nn.Module,
+    *,
+    weights: bool = True,
+    modules: bool = True,
+    runs_gradient_hooks: bool = False,
 ) -> Iterator[Undo]:
     """A context that restores what a forward pass changes (see `restored`), and in which the user's hooks that return
     nothing don't run, nor those on gradients (see `hooks_held_back`).
@@ -387,33 +391,36 @@ def undisturbed(
     """
     with (
         hooks_held_back(model, runs_gradient_hooks=runs_gradient_hooks),
-        restored(model, weights=weights) as undo,
+        restored(model, weights=weights, modules=modules) as undo,
     ):
         yield undo
 
 
 @contextmanager
-def restored(model: nn.Module, *, weights: bool = True) -> Iterator[Undo]:
+def restored(
+    model: nn.Module, *, weights: bool = True, modules: bool = True
+) -> Iterator[Undo]:
     """A context that restores random generators, and a model's parameters, buffers, attributes and requires_grad flags,
     and what its attributes hold. It yields a function that does so between two passes.
 
-    weights: False leaves the parameters as they are at the end, for weights that are fitted in the context."""
-    modules = [*modules_of(model).values()]
-    parameters = parameters_in(modules)
+    weights: False leaves the parameters as they are at the end, for weights that are fitted in the context.
+    modules: False leaves the buffers and attributes, for a copy that is not used again."""
+    tree = [*modules_of(model).values()]
+    parameters = parameters_in(tree)
     streams = RandomStreams(parameters)
     # Those that every module has, such as hooks and parameters, which sharded models exchange in a pass.
     torchs_own = vars(nn.Module()).keys()
     with ExitStack() as undo:
         kept = [streams.restore]
-        for module in modules:
+        for module in tree if modules else ():
             kept += _state_of(module, torchs_own)
         attributes = [
             value
-            for module in modules
+            for module in tree
             for name, value in vars(module).items()
             if name not in torchs_own
         ]
-        kinds = {type(module) for module in modules if not is_of_library(type(module))}
+        kinds = {type(module) for module in tree if not is_of_library(type(module))}
         # Not those of objects of libraries: a trainer that a model refers to has threads of its own.
         functions = [
             x

@@ -179,7 +179,8 @@ def _spans(call: Seen, s: int) -> tuple[bool, bool, bool, int]:
     rank = kept.cumsum(-1)
     start, end, has_keys = rank.gather(-1, first), rank.gather(-1, last), count > 0
     are_spans = ((end - start + 1 == count) | ~has_keys).all()
-    # A row of one key has no start of its own: in a causal mask, the first row sees one key as well.
+    # A window slides where rows of several keys begin one key later than the row before. A row of one key does not count:
+    # the first token of each packed document sees itself alone, wherever it stands.
     are_wide = torch.minimum(count[..., 1:], count[..., :-1]) > 1
     do_slide = (are_wide & (start[..., 1:] == start[..., :-1] + 1)).any()
     latest = start.masked_fill(~has_keys, -1).amax(-1)

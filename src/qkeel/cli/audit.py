@@ -114,7 +114,6 @@ def scan(
     layout: Unset[Literal["blocks", "groups"]] = None,
     every_head: Switch = False,
     tensors: Switch = False,
-    tensors_only: Switch = False,
     json_: JsonSwitch = False,
 ) -> int:
     """Read a checkpoint without running it, and print the norms of each head's weights and the logits they allow.
@@ -131,7 +130,6 @@ def scan(
             head after another.
         every_head: Print one line per head, not only one for the largest head of each layer.
         tensors: Also print a table of all tensors.
-        tensors_only: Print only the table of all tensors, even if no attention is recognised.
         json_: Print everything as JSON.
     """
     flags = Geometry(
@@ -143,17 +141,11 @@ def scan(
     )
     refuse_hub_name(checkpoint)
     with progress_bar() as on_progress:
-        scanned = read(
-            checkpoint, flags=flags, on_progress=on_progress, heads=not tensors_only
-        )
+        scanned = read(checkpoint, flags=flags, on_progress=on_progress)
     if json_:
         print(json.dumps(as_json(scanned)))
     else:
-        print(
-            printable(
-                table(scanned, every_head=every_head, tensors=tensors or tensors_only)
-            )
-        )
+        print(printable(table(scanned, every_head=every_head, tensors=tensors)))
     return FAILED if any(t.non_finite for t in scanned.tensors) else OK
 
 

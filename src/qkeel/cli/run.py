@@ -498,7 +498,7 @@ class StudyPage:
         self._ended += 1
         at = time.monotonic()
         if self._ended >= 2 and at >= self._written + PAGE_SECONDS:
-            # A page that cannot be written, for example on a full disk, must not stop the runs; at the end it is said.
+            # A page that cannot be written, for example on a full disk, must not stop the runs; the last one reports it.
             with contextlib.suppress(QkeelError):
                 write(
                     self._out, self.file, baseline=self._baseline, refresh=PAGE_SECONDS

@@ -17,7 +17,14 @@ from cyclopts import Parameter
 from qkeel.autopilot import named_policy
 from qkeel.cli.commands import OK
 from qkeel.cli.parameters import Switch, Unset
-from qkeel.cli.program import EXAMPLE, Program, execute, parse, prepare, under_torchrun
+from qkeel.cli.python_program import (
+    EXAMPLE,
+    Program,
+    execute,
+    parse,
+    prepare,
+    under_torchrun,
+)
 from qkeel.cli.run_messages import TYPED, Fix, MessageWriter
 from qkeel.cli.watch_session import WatchPlan, WatchSession
 from qkeel.errors import InvalidValueError

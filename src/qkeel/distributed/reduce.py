@@ -59,11 +59,7 @@ class Column(NamedTuple):
 
 Form = tuple[Column, ...]
 # Numbers that do not belong to a site.
-WHOLE_MODEL = (
-    "lr",
-    "train_loss",
-    "final_hidden_norm",
-)
+WHOLE_MODEL = ("lr", "train_loss")
 
 
 @final

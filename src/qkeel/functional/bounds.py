@@ -85,6 +85,10 @@ def logit_frobenius(
     """Returns ‖q kᵀ‖_F = sqrt(Σ (qᵀq) ∘ (kᵀk)) over all pairs, from two d×d Gram matrices in O(T d²).
 
     Multiply the result by the scale to obtain nats. Source: derived; tr(k qᵀ q kᵀ) = tr(qᵀq kᵀk).
+
+    >>> q, k = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.eye(2)
+    >>> round(logit_frobenius(q, k).item() ** 2, 3)  # 1² + 2²
+    5.0
     """
     return ((q.mT @ q) * (k.mT @ k)).sum((-2, -1)).clamp_min(0).sqrt()
 
@@ -94,6 +98,10 @@ def gram_interaction_norms(a: Grams, b: Grams) -> tuple[PerMatrix, PerMatrix]:
 
     ‖·‖_F² = Σ a ∘ b; for the spectral norm, see `interaction_norm`. Both are NaN where a or b is not finite.
     Source: as for `logit_frobenius`.
+
+    >>> w = torch.diag(torch.tensor([3.0, 4.0]))  # W_Q; W_K is the identity
+    >>> [round(x.item(), 3) for x in gram_interaction_norms(w @ w.mT, torch.eye(2))]
+    [5.0, 4.0]
     """
     finite = (a.isfinite() & b.isfinite()).all(-1).all(-1)
     frobenius = (a * b).sum((-2, -1)).clamp_min(0).sqrt()
@@ -107,6 +115,10 @@ def interaction_norm(a: Grams, b: Grams) -> PerMatrix:
     ‖·‖₂² is the largest eigenvalue of a b. On a CPU it is computed from the symmetric matrix Lᵀ b L with a = L Lᵀ
     (Cholesky's L; a^½ in float64 if a is singular or a product overflows); other devices use `squared_eigenvalue`.
     Source: derived; (W_Qᵀ W_K)(W_Qᵀ W_K)ᵀ and a b have the same nonzero eigenvalues.
+
+    >>> w = torch.diag(torch.tensor([3.0, 4.0]))  # W_Q; W_K is the identity
+    >>> round(interaction_norm(w @ w.mT, torch.eye(2)).item(), 3)
+    4.0
     """
     if not a.is_cpu:
         return squared_eigenvalue(a, b).sqrt()
@@ -140,12 +152,20 @@ def _scaled_interaction_norm(a: Grams, b: Grams) -> PerMatrix:
 
 
 def spectral_norm(w: Float[Tensor, "*h d m"]) -> PerMatrix:
-    """Returns the largest singular value of each matrix, from the smaller Gram matrix."""
+    """Returns the largest singular value of each matrix, from the smaller Gram matrix.
+
+    >>> round(spectral_norm(torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]])).item(), 3)
+    4.0
+    """
     return gram_spectral_norm(w @ w.mT if w.shape[-2] <= w.shape[-1] else w.mT @ w)
 
 
 def gram_spectral_norm(gram: Grams) -> PerMatrix:
-    """Returns the largest singular value of W from W Wᵀ."""
+    """Returns the largest singular value of W from W Wᵀ.
+
+    >>> round(gram_spectral_norm(torch.diag(torch.tensor([9.0, 16.0]))).item(), 3)
+    4.0
+    """
     largest = (
         torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0)
         if gram.is_cpu
@@ -236,6 +256,10 @@ def small_product(a: Left, b: Right) -> Float[Tensor, "*h i j"]:
         b: the right factor.
 
     Source: derived.
+
+    >>> a, b = torch.ones(1, 5), torch.ones(1, 4)
+    >>> round(small_product(a, b).abs().item() ** 2, 6)  # of a 5 x 4 matrix of ones
+    20.0
     """
     finite, device = (
         a.isfinite().flatten(-2).all(-1) & b.isfinite().flatten(-2).all(-1),
@@ -257,6 +281,10 @@ def spectrum(product: Float[Tensor, "*h i j"]) -> Spectrum:
         product: the matrices.
 
     Source: the definitions; see `Spectrum`.
+
+    >>> largest, *_ = spectrum(torch.diag(torch.tensor([3.0, 4.0])).double())
+    >>> round(largest.item(), 6)
+    4.0
     """
     finite = product.isfinite().flatten(-2).all(-1)
     sigma = torch.linalg.svdvals(product.masked_fill(~finite[..., None, None], 0.0))
@@ -291,6 +319,11 @@ def step_products(
         key_step: ΔW_K.
 
     Source: arXiv 2606.28116, sections 3.2 and 3.4, which writes x W where this module writes W x.
+
+    >>> w, step = torch.eye(2), torch.tensor([[0.5, 0.0], [0.0, 0.0]])
+    >>> second, third = step_products(w, step, w, step)
+    >>> [round(spectral_norm(x).item(), 6) for x in (second, third)]  # ΔᵀW + WᵀΔ, and ΔᵀΔ
+    [1.0, 0.25]
     """
     second = small_product(
         torch.cat([query_step, query], -2), torch.cat([key, key_step], -2)
@@ -308,6 +341,9 @@ def expected_squared_norm(
 
     Inputs with entries k times as large give queries with k times the norm. If x is normalised (RMS 1 for every token),
     σ is 1 for all inputs. Source: derived; E[x xᵀ] = σ² I.
+
+    >>> expected_squared_norm(torch.tensor([[3.0, 4.0]]), sigma=2.0).item()
+    100.0
     """
     return sigma**2 * weight.square().sum((-2, -1))
 
@@ -343,6 +379,9 @@ def softmax_jacobian_norm(weights: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]
 
     It is 0 if one key has all the weight, √(n - 1) / n for equal weights, and at most 1/2 (two keys with half each).
     Values below about 1e-8 (float64) are rounding errors. Source: derived; Σ of the squared entries p_i (δ_ij - p_j).
+
+    >>> softmax_jacobian_norm(torch.tensor([[0.5, 0.5], [1.0, 0.0]])).tolist()
+    [0.5, 0.0]
     """
     square = weights.square().sum(-1)
     return (square - 2 * weights.pow(3).sum(-1) + square.square()).clamp_min(0).sqrt()
@@ -369,7 +408,11 @@ def qk_clip_gamma(max_logit: PerHead, threshold: float) -> PerHead:
 
 
 def repeat_groups(x: Float[Tensor, "g ..."], n_heads: int) -> Float[Tensor, "h ..."]:
-    """Repeats each group's value for the h / g consecutive query heads that share it."""
+    """Repeats each group's value for the h / g consecutive query heads that share it.
+
+    >>> repeat_groups(torch.tensor([1.0, 2.0]), 4).tolist()
+    [1.0, 1.0, 2.0, 2.0]
+    """
     return x.repeat_interleave(n_heads // x.shape[0], dim=0)
 
 
@@ -382,6 +425,10 @@ def newton_schulz(
 
     Source: Jordan 2024 (Muon); Liu et al. 2025, arXiv 2502.16982. Their code iterates in bfloat16, which CPUs without
     bfloat16 units emulate; on such CPUs, float32 is faster and no less accurate.
+
+    >>> s = torch.linalg.svdvals(newton_schulz(torch.diag(torch.tensor([1.0, 5.0]))))
+    >>> bool(((s > 0.67) & (s < 1.3)).all())
+    True
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     # The iteration multiplies by the Gram matrix of the rows, which is small if these are few.
@@ -405,8 +452,6 @@ class LogitChange:
     """
 
     rms: PerHead  #: root mean square of the change
-    mean_abs: PerHead  #: mean magnitude
-    max_abs: PerHead  #: largest magnitude
     n_pairs: Int[Tensor, " h"]
 
 
@@ -425,37 +470,45 @@ def change_factors(
         k_new: keys after the step.
 
     Source: the product rule for differences, q'k' - qk = (q' - q)k' + q(k' - k).
+
+    >>> q, k = torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2)
+    >>> a, c = change_factors(q, k, 2 * q, 3 * k)
+    >>> (a @ c.mT).item()  # 2 · 3 · 2 - 2
+    10.0
     """
     return torch.cat([q_new - q, q], dim=-1), torch.cat([k_new, k_new - k], dim=-1)
 
 
 def change_rows(change: Tensor, visible_keys: VisibleKeys) -> dict[str, Tensor]:
-    """Returns, for each query row of blanked changes, the root of the sum of squares, the sum and the maximum of the
-    magnitudes, and the number of visible pairs."""
+    """Returns, for each query row of blanked changes, the root of the sum of squares and the number of visible pairs.
+
+    >>> rows = change_rows(torch.ones(1, 1, 1, 4), VisibleKeys(None, 4, 4))
+    >>> rows["norm"].item(), rows["n"].item()
+    (2.0, 4)
+    """
     b, h, r, _ = change.shape
-    norm = torch.linalg.vector_norm(change, dim=-1)
-    size = change.abs_()
     count = visible_keys.counts(r, change.device).expand(b, h, r)
-    return {"norm": norm, "total": size.sum(-1), "most": size.amax(-1), "n": count}
+    return {"norm": torch.linalg.vector_norm(change, dim=-1), "n": count}
 
 
 def reduce_changes(
     parts: list[dict[str, Tensor]], counted: Bool[Tensor, "b t"] | None
 ) -> LogitChange:
     """Reduces the rows of all parts to one change per head; rows are counted if they see a key and are not masked
-    out."""
+    out.
+
+    >>> rows = change_rows(torch.ones(1, 1, 1, 4), VisibleKeys(None, 4, 4))
+    >>> reduce_changes([rows], None).rms.tolist()
+    [1.0]
+    """
     rows = {
         name: torch.cat([block[name] for block in parts], dim=2) for name in parts[0]
     }
     out = rows["n"] == 0 if counted is None else (rows["n"] == 0) | ~counted[:, None]
-    norm, total, most = (
-        rows[name].masked_fill(out, 0.0) for name in ("norm", "total", "most")
-    )
+    norm = rows["norm"].masked_fill(out, 0.0)
     n_pairs = rows["n"].masked_fill(out, 0).sum((0, 2))
     divisor = n_pairs.clamp_min(1).to(norm.dtype)
     return LogitChange(
         rms=torch.linalg.vector_norm(norm, dim=(0, 2)) / divisor.sqrt(),
-        mean_abs=total.sum((0, 2)) / divisor,
-        max_abs=most.amax((0, 2)),
         n_pairs=n_pairs,
     )

@@ -26,6 +26,11 @@ def dense_divergence(
         allowed: the keys that the row could have chosen.
 
     Source: derived; llm-internal-medicine's dsa_metrics has the same statistics.
+
+    >>> z, allowed = torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 1, 4, dtype=torch.bool)
+    >>> chosen = torch.tensor([[[[True, True, False, False]]]])
+    >>> round(dense_divergence(z, chosen, allowed).exp().item(), 5)  # 1 / R, and R is a half
+    2.0
     """
     logs = z.masked_fill(~allowed, -torch.inf).log_softmax(-1)
     return -logs.masked_fill(~chosen, -torch.inf).logsumexp(-1).clamp_max(0)
@@ -45,6 +50,10 @@ def index_divergence(
         visible: the keys over which both softmaxes are computed.
 
     Source: DeepSeek-V3.2 (2025), which trains indexers on this loss while attention is still dense.
+
+    >>> z, visible = torch.zeros(1, 2, 1, 4), torch.ones(1, 1, 1, 4, dtype=torch.bool)
+    >>> round(index_divergence(z[:, :1], z, visible).abs().item(), 5)  # an indexer with the same scores
+    0.0
     """
     p = z.masked_fill(~visible, -torch.inf).softmax(-1).mean(1, keepdim=True)
     logs = scores.masked_fill(~visible, -torch.inf).log_softmax(-1)

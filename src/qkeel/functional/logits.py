@@ -230,7 +230,11 @@ def _blank(weights: Tensor, visible: Tensor | None) -> Tensor:
 
 
 def softmax(z: Logits, visible: Visible = None) -> Logits:
-    """Returns exp(z_ij) / Σ_j exp(z_ij) over the visible keys. Source: Vaswani et al. 2017, arXiv 1706.03762."""
+    """Returns exp(z_ij) / Σ_j exp(z_ij) over the visible keys. Source: Vaswani et al. 2017, arXiv 1706.03762.
+
+    >>> softmax(torch.zeros(1, 2), torch.tensor([[True, False]])).tolist()
+    [[1.0, 0.0]]
+    """
     return _blank(torch.softmax(_hide(z, visible), dim=-1), visible)
 
 
@@ -240,6 +244,9 @@ def sink_softmax(z: Logits, sink: Tensor, visible: Visible = None) -> Logits:
     With s = 0, this is "softmax off by one"; gpt-oss and DeepSeek-V4 learn s per head.
 
     Source: Miller 2023, Attention is off by one; gpt-oss as shipped in transformers.
+
+    >>> sink_softmax(torch.zeros(1, 3), torch.tensor(0.0)).tolist()
+    [[0.25, 0.25, 0.25]]
     """
     column = sink.to(z.dtype).expand(*z.shape[:-1], 1)
     padded = torch.softmax(torch.cat([_hide(z, visible), column], dim=-1), dim=-1)
@@ -247,7 +254,11 @@ def sink_softmax(z: Logits, sink: Tensor, visible: Visible = None) -> Logits:
 
 
 def sigmoid(z: Logits, bias: float | Tensor, visible: Visible = None) -> Logits:
-    """Returns σ(z + b) in [0, 1], not normalised over the row. Source: Ramapuram et al. 2024, arXiv 2409.04431."""
+    """Returns σ(z + b) in [0, 1], not normalised over the row. Source: Ramapuram et al. 2024, arXiv 2409.04431.
+
+    >>> sigmoid(torch.zeros(1, 2), 0.0, torch.tensor([[True, False]])).tolist()
+    [[0.5, 0.0]]
+    """
     return _blank(torch.sigmoid(z + bias), visible)
 
 
@@ -256,6 +267,9 @@ def squared_relu(z: Logits, visible: Visible = None) -> Logits:
 
     Source: Hua et al. 2022, arXiv 2202.10447, as implemented in bert4keras, which divides after squaring. The paper's
     own code divides the logit by n before squaring, which gives a different result.
+
+    >>> squared_relu(torch.tensor([[2.0, -1.0]])).tolist()
+    [[2.0, 0.0]]
     """
     n = (
         z.shape[-1]
@@ -271,6 +285,9 @@ def softpick(z: Logits, visible: Visible = None, eps: float = 1e-8) -> Logits:
     It is computed with the row maximum m subtracted: relu(e^(z-m) - e^-m) / (Σ|e^(z-m) - e^-m| + eps).
 
     Source: Zuhri et al. 2025, arXiv 2504.20966, equation 5 and their code.
+
+    >>> [round(x, 3) for x in softpick(torch.tensor([[0.0, 1.0, 1.0]]))[0].tolist()]
+    [0.0, 0.5, 0.5]
     """
     # Amax fails without keys.
     if z.shape[-1] == 0:
@@ -290,6 +307,9 @@ def entropy(weights: Float[Tensor, "*batch s"]) -> Float[Tensor, "*batch"]:
     the spread over the keys, regardless of the share that goes to a sink.
 
     Source: Zhai et al. 2023, arXiv 2303.06296 (attention entropy).
+
+    >>> [round(x, 4) for x in entropy(torch.tensor([[0.2, 0.2], [1.0, 0.0]])).exp().tolist()]  # two keys, and one
+    [2.0, 1.0]
     """
     total = weights.sum(-1, keepdim=True)
     p = weights / torch.where(total > 0, total, torch.ones_like(total))

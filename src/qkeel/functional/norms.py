@@ -19,12 +19,20 @@ WITHOUT_FLOAT64 = frozenset({"mps"})
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Returns the widest dtype of a device: float64, or float32 for the devices in WITHOUT_FLOAT64."""
+    """Returns the widest dtype of a device: float64, or float32 for the devices in WITHOUT_FLOAT64.
+
+    >>> widest(torch.device("cpu")), widest(torch.device("mps"))
+    (torch.float64, torch.float32)
+    """
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which statistics are computed: float64 for float64, else float32."""
+    """Returns the dtype in which statistics are computed: float64 for float64, else float32.
+
+    >>> wide(torch.bfloat16), wide(torch.float64)
+    (torch.float32, torch.float64)
+    """
     # The usual answers need no operator of torch; a measured step asks nine times a layer.
     return (
         dtype
@@ -46,7 +54,13 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def unrounded(x: Tensor) -> AbstractContextManager[object]:
-    """Disables autocast for the device of x, so that products keep their dtype and logits are not rounded."""
+    """Disables autocast for the device of x, so that products keep their dtype and logits are not rounded.
+
+    >>> x = torch.ones(2, 2)
+    >>> with torch.autocast("cpu"), unrounded(x):
+    ...     (x @ x).dtype
+    torch.float32
+    """
     kind = x.device.type
     return (
         torch.autocast(kind, enabled=False)
@@ -96,7 +110,11 @@ def layer_norm(
 
 
 def apply_gain(x: Float[Tensor, "b h t d"], gain: Tensor) -> Float[Tensor, "b h t d"]:
-    """Returns x times a gain of shape [], [d], [h 1] or [h d], in x's dtype. Source: as for x's norm."""
+    """Returns x times a gain of shape [], [d], [h 1] or [h d], in x's dtype. Source: as for x's norm.
+
+    >>> apply_gain(torch.ones(1, 2, 1, 1), torch.tensor([[2.0], [3.0]])).flatten().tolist()
+    [2.0, 3.0]
+    """
     if gain.ndim == 2:
         gain = gain[:, None, :]
     return (x * gain.to(x.dtype)).to(x.dtype)

@@ -40,6 +40,9 @@ def kerple_log(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:
     """Returns the bias -p ln(1 + a|r|), in nats, at most 0; r, a and p broadcast.
 
     a and p are clamped to at least 0.01. Source: Chi et al. 2022, arXiv 2205.09921 (KERPLE, logarithmic).
+
+    >>> round(kerple_log(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(2.0)).item(), 4)  # -2 ln 2
+    -1.3863
     """
     return -p.clamp_min(0.01) * torch.log1p(a.clamp_min(0.01) * distance.abs())
 
@@ -48,6 +51,9 @@ def kerple_power(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:
     """Returns the bias -a|r|^p, in nats, at most 0; r, a and p broadcast.
 
     a is clamped to at least 0.01, and p to [0.01, 2]. Source: Chi et al. 2022, arXiv 2205.09921 (KERPLE, power).
+
+    >>> kerple_power(torch.tensor(3.0), torch.tensor(1.0), torch.tensor(2.0)).item()
+    -9.0
     """
     r = distance.abs()
     # The derivative of r^p at r = 0 is infinite or NaN; the value is 0 for every p.
@@ -59,6 +65,9 @@ def xpos_decay(rotary_dim: int) -> Float[Tensor, " half"]:
     """Returns ζ_i = (i + 0.4 d)/(1.4 d) for i = 0, 2, …, the share of its score that pair i/2 keeps over 512 tokens.
 
     Source: Sun et al. 2022, arXiv 2212.10554, γ = 0.4 as in the released code.
+
+    >>> [round(x, 3) for x in xpos_decay(8).tolist()]
+    [0.286, 0.464, 0.643, 0.821]
     """
     i = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu")
     return (i + 0.4 * rotary_dim) / (1.4 * rotary_dim)

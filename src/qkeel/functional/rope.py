@@ -26,6 +26,9 @@ def rope_frequencies(
     """Returns θ_i = base^(-2i/d) for i = 0 .. d/2 - 1, in radians per token, in float64, on the CPU by default.
 
     Source: Su et al. 2021, arXiv 2104.09864, section 3.2.2.
+
+    >>> [round(x, 6) for x in rope_frequencies(4).tolist()]
+    [1.0, 0.01]
     """
     check_pairs(rotary_dim)
     if device is None and not torch.compiler.is_compiling():
@@ -43,7 +46,10 @@ def _frequencies(rotary_dim: int, base: float) -> list[float]:
 
 
 def check_pairs(rotary_dim: int) -> None:
-    """Raises ShapeError unless the number of rotated dimensions is even and positive."""
+    """Raises ShapeError unless the number of rotated dimensions is even and positive.
+
+    >>> check_pairs(64)
+    """
     if rotary_dim <= 0 or rotary_dim % 2:
         raise ShapeError(
             f"RoPE rotates pairs, so it needs an even number of dimensions; got {rotary_dim}. "
@@ -54,7 +60,12 @@ def check_pairs(rotary_dim: int) -> None:
 def rope_table(
     pos: Tensor, frequencies: Float[Tensor, " half"], dtype: torch.dtype
 ) -> tuple[Float[Tensor, "*pos half"], Float[Tensor, "*pos half"]]:
-    """Returns cos(pos·θ_i) and sin(pos·θ_i), in float32 or wider. Source: Su et al. 2021, arXiv 2104.09864."""
+    """Returns cos(pos·θ_i) and sin(pos·θ_i), in float32 or wider. Source: Su et al. 2021, arXiv 2104.09864.
+
+    >>> cos, sin = rope_table(torch.arange(2), rope_frequencies(2), torch.float32)
+    >>> [[round(x, 4) for x in table.flatten().tolist()] for table in (cos, sin)]
+    [[1.0, 0.5403], [0.0, 0.8415]]
+    """
     table = _table_whole if torch.compiler.is_compiling() else _table
     return table(pos, frequencies, torch.promote_types(dtype, torch.float32))
 
@@ -197,7 +208,11 @@ Ramp = Literal["code", "paper"]
 
 
 def interpolate(theta: Frequencies, factor: float) -> Frequencies:
-    """Returns θ_i / factor, position interpolation (PI). Source: Chen et al. 2023, arXiv 2306.15595."""
+    """Returns θ_i / factor, position interpolation (PI). Source: Chen et al. 2023, arXiv 2306.15595.
+
+    >>> interpolate(torch.tensor([1.0, 0.5]), 4.0).tolist()
+    [0.25, 0.125]
+    """
     return theta / factor
 
 
@@ -270,6 +285,10 @@ def yarn(
         fast: a pair with at least this many turns in training keeps its frequency.
         slow: a pair with fewer turns is slowed by the full factor.
         ramp: the form of γ between `slow` and `fast`, "code" or "paper".
+
+    >>> theta = rope_frequencies(8)
+    >>> [round(x, 3) for x in (theta / yarn(theta, 4.0, 128, base=10_000.0)).tolist()]  # how much each pair is slowed
+    [1.0, 1.6, 4.0, 4.0]
     """
     half = len(theta)
     if ramp == "paper":
@@ -323,6 +342,10 @@ def llama3(
         train_length: training length in tokens.
         low: a pair with fewer turns in training is slowed by the full factor.
         high: a pair with more turns keeps its frequency.
+
+    >>> theta = rope_frequencies(8)
+    >>> [round(x, 3) for x in (theta / llama3(theta, 8.0, 128)).tolist()]  # how much each pair is slowed
+    [1.0, 2.339, 8.0, 8.0]
     """
     turns = train_length * theta / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)

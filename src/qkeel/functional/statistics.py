@@ -31,7 +31,6 @@ from qkeel.functional.class_statistics import (
     rule,
     tensors,
 )
-from qkeel.functional.norms import widest
 
 # LogitStats: per-head statistics of one site's attention logits. They merge associatively.
 
@@ -50,6 +49,9 @@ class LogitStats:
     Attributes:
         normalized_entropy: mean of H_i / ln n_i, in [0, 1], over the `n_free` rows that see n_i >= 2 keys; with a sink
             column, the mean of H_i / ln (n_i + 1).
+        softmax_gradient: mean over the `n_free` rows of Σ p (1 - p) over 1 - 1 / n_i, in [0, 1]: the share that the
+            softmax passes back of what uniform attention on the same n_i keys would. The weights p sum to one over the
+            keys alone, without the sink column.
         sink_share: over the same rows, the mean weight on the first key that the row sees, after the cap and before
             dropout. As for the entropy, the weights sum to one over the keys and the sink column, if there is one.
         share_above: share of pairs whose logit (signed, before the cap) exceeds the requested threshold.
@@ -86,6 +88,7 @@ class LogitStats:
     n_pairs: Int[Tensor, " h"] = field(metadata=rule("sum"))  #: visible pairs
     n_keys: Int[Tensor, " g"] = field(metadata=rule("sum"))  #: keys that were counted
     normalized_entropy: PerHead = field(metadata=rule("mean", count="n_free"))
+    softmax_gradient: PerHead = field(metadata=rule("mean", count="n_free"))
     sink_share: PerHead = field(metadata=rule("mean", count="n_free"))
     share_above: PerHead = field(metadata=rule("mean", count="n_pairs"))
     qk_frobenius: PerHead = field(metadata=rule("root"))
@@ -160,6 +163,14 @@ def merge(a: LogitStats, *others: LogitStats) -> LogitStats:
 
     Raises:
         InvalidValueError: the numbers of heads differ.
+
+    >>> import qkeel
+    >>> q, spec = torch.eye(4)[None, None], qkeel.AttentionSpec()
+    >>> _, a = qkeel.attention(q, q, q, spec=spec, stats=True)
+    >>> _, b = qkeel.attention(2 * q, q, q, spec=spec, stats=True)
+    >>> both = merge(a, b)
+    >>> [round(x.max_logit.item(), 4) for x in (a, b, both)], both.n_queries.item()
+    ([0.5, 1.0, 1.0], 8)
     """
     for b in others:
         if (
@@ -223,25 +234,6 @@ def with_sink(
     kept, taken = torch.sigmoid(gap), torch.sigmoid(-gap)
     logs = torch.nn.functional.logsigmoid
     return kept * entropy - kept * logs(gap) - taken * logs(-gap), kept * first
-
-
-def row_moments(
-    x: Float[Tensor, "b h t"], over: Bool[Tensor, "#b #h t"]
-) -> Float[Tensor, "3 h"]:
-    """Returns the number of rows in `over` and the sums of x and x² over them, per head. The results of several calls
-    can be added.
-
-    They are in float64 if the device supports it, because the mean square minus the squared mean loses half of the
-    digits.
-    """
-    wide = x.to(widest(x.device)).masked_fill(~over, 0.0)
-    return torch.stack(
-        [
-            over.expand_as(x).to(wide.dtype).sum((0, 2)),
-            wide.sum((0, 2)),
-            wide.square().sum((0, 2)),
-        ]
-    )
 
 
 # Statistics of each query row, block by block, and their reduction to LogitStats.
@@ -338,6 +330,8 @@ class RowStats:
     above: PerRow  #: number of logits above the threshold
     entropy: PerRow  #: of the weights, in nats
     first_weight: PerRow  #: weight on the first visible key
+    #: what the softmax passes back, see `softmax_gradient`; meaningless where `n_keys` is 1
+    softmax_gradient: PerRow
     product_norm: PerRow  #: square root of Σ(q·k)² over the row's pairs
     cos_max: PerRow  #: largest cosine of q and k, in [-1, 1]
     cos_total: PerRow  #: sum of cosines over the pairs
@@ -465,10 +459,11 @@ def softmax_rows(
     members: Members | None = None,
     sink: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Returns the largest capped logit, entropy, first weight and class weights of softmax(z); overwrites lowered z.
+    """Returns the largest capped logit, entropy, first weight, gradient and class weights of softmax(z); overwrites
+    lowered z.
 
-    If the logit of a sink is given, the entropy and first weight include the sink; class weights are over the keys
-    alone.
+    If the logit of a sink is given, the entropy and first weight include the sink; the gradient and class weights are
+    over the keys alone.
 
     With the row maximum m subtracted, H = ln Σe^(z-m) - Σ(z-m)e^(z-m) / Σe^(z-m) has no cancellation even at logits in
     the thousands.
@@ -484,6 +479,9 @@ def softmax_rows(
         else {"class_mass": by_class(p, members) / mass[..., None]}
     )
     first = visible_keys.first(p) / mass
+    squares = torch.linalg.vector_norm(p, dim=-1).div_(mass).square_()
+    n_keys = visible_keys.counts(z.shape[2], z.device)
+    gradient = softmax_gradient((1 - squares).clamp_min_(0), n_keys)
     entropy = (mass.log() - p.mul_(z).sum(-1) / mass).clamp_min_(0)
     if sink is not None:
         entropy, first = with_sink(
@@ -493,8 +491,28 @@ def softmax_rows(
         "capped_max": top[..., 0],
         "entropy": entropy,
         "first_weight": first,
+        "softmax_gradient": gradient,
         **split,
     }
+
+
+def softmax_gradient(passed: PerRow, n_keys: Int[Tensor, "#b #h r"]) -> PerRow:
+    """Returns Σ p (1 - p) / (1 - 1 / n) of rows with weights p on n keys, in [0, 1].
+
+    Σ p (1 - p) is the trace of the softmax's Jacobian diag(p) - p pᵀ, and 1 - 1 / n that of uniform attention: at 0 one
+    key takes all, and no gradient passes. Source: derived. Rows with one key have no such number.
+
+    Args:
+        passed: Σ p (1 - p) of each row.
+        n_keys: the number of keys that each row sees.
+
+    Example:
+        >>> p = torch.tensor([[[[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]]])
+        >>> softmax_gradient((p * (1 - p)).sum(-1), torch.tensor([[[3, 3]]])).tolist()
+        [[[0.75, 0.0]]]
+    """
+    n = n_keys.to(passed.dtype)
+    return passed * n / (n - 1).clamp_min(1)
 
 
 def by_class(weights: Tensor, members: Members) -> PerRowAndClass:
@@ -577,6 +595,7 @@ ROW_FIELDS = (
         "above",
         "entropy",
         "first_weight",
+        "softmax_gradient",
     ),
     *("product_norm", "cos_max", "cos_total", "query_norm"),
 )
@@ -672,9 +691,15 @@ def reduce_fields(
     largest_entropy = (n + sinks).clamp_min(2).to(x.dtype).log()
     # Rounding may bring a share a little above 1.
     shares = torch.stack(
-        [x[_AT["entropy"]] / largest_entropy, x[_AT["first_weight"]]]
+        [
+            x[_AT["entropy"]] / largest_entropy,
+            x[_AT["first_weight"]],
+            x[_AT["softmax_gradient"]],
+        ]
     ).clamp_max_(1)
-    normalized_entropy, sink_share = shares.masked_fill_(bound, 0.0).sum(-1) / of_free
+    normalized_entropy, sink_share, gradient = (
+        shares.masked_fill_(bound, 0.0).sum(-1) / of_free
+    )
     gap = x[_AT["max_logit"]] - x[_AT["total"]] / n
     return LogitStats(
         max_logit=tops["max_logit"],
@@ -688,6 +713,7 @@ def reduce_fields(
         n_queries=n_queries,
         n_pairs=n_pairs,
         normalized_entropy=normalized_entropy,
+        softmax_gradient=gradient,
         sink_share=sink_share,
         share_above=sums["above"] / of_pairs,
         qk_frobenius=torch.linalg.vector_norm(

@@ -38,6 +38,7 @@ from qkeel.functional.statistics import (
     reduce_kernel_rows,
     reduce_rows,
     row_means,
+    softmax_gradient,
     softmax_rows,
     spread_rows,
     with_sink,
@@ -397,7 +398,7 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
         parts.append(change_rows(visible_keys.blank_(change), visible_keys))
     if not parts:
         none = a.new_zeros(a.shape[1])
-        return LogitChange(rms=none, mean_abs=none, max_abs=none, n_pairs=none.long())
+        return LogitChange(rms=none, n_pairs=none.long())
     return reduce_changes(parts, after.query_mask)
 
 
@@ -510,8 +511,7 @@ def _weight_rows(
     members: Members | None,
     sink: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Returns the largest capped logit, entropy, first weight and class weights for lowered logits, which it
-    overwrites."""
+    """Returns the fields of `weight_rows` for lowered logits before the cap, which it overwrites."""
     cap = call.spec.cap
     if cap.kind != "none":
         z = visible_keys.lower_(visible_keys.blank_(cap.apply(z)))
@@ -528,8 +528,8 @@ def weight_rows(
     members: Members | None,
     sink: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Returns the largest capped logit, entropy, first weight and class weights for lowered logits after the cap, which
-    it overwrites."""
+    """Returns the largest capped logit, entropy, first weight, gradient and class weights for lowered logits after the
+    cap, which it overwrites."""
     if normalizer.softmax_over_keys:
         return softmax_rows(z, visible_keys, members, sink)
     # What other normalisers do with hidden keys is their own.
@@ -543,10 +543,13 @@ def weight_rows(
         else {"class_mass": by_class(weights, members) / total[..., None]}
     )
     first = visible_keys.first(weights) / total
+    p = weights / total[..., None]
+    n_keys = visible_keys.counts(z.shape[2], z.device)
     return {
         "capped_max": z.amax(-1),
         "entropy": entropy(weights).clamp_min(0),
         "first_weight": first,
+        "softmax_gradient": softmax_gradient((p * (1 - p)).sum(-1), n_keys),
         **split,
     }
 

@@ -62,7 +62,11 @@ class TextSource:
 
 
 def read_documents(source: str) -> TextSource:
-    """Reads the documents of any source other than a .bin file; see DataConfig.source."""
+    """Reads the documents of any source other than a .bin file; see DataConfig.source.
+
+    >>> len(read_documents("stdlib").texts) > 100
+    True
+    """
     if source in BUILT_IN:
         return BUILT_IN[source]()
     return TextSource(Path(source).name or source, tuple(_files(source)))
@@ -172,6 +176,10 @@ def load(config: DataConfig) -> Corpus:
 
     Raises:
         DataError: the corpus cannot be read, is shorter than the context, or has tokens outside the vocabulary.
+
+    >>> corpus = load(DataConfig(source="stdlib"))  # Python's standard library
+    >>> corpus.loss_unit, len(corpus.train) > 1_000_000
+    ('byte', True)
     """
     # The stamp is part of the cache key, so a changed file is read again.
     corpus = _load(config.source, config.vocab_size, stamp(config.source))
@@ -185,7 +193,12 @@ def load(config: DataConfig) -> Corpus:
 
 
 def batch(corpus: Corpus, config: DataConfig, seed: int, step: int) -> np.ndarray:
-    """Returns the training windows of a step, int64 [batch, context + 1], as a function of (seed, step) alone."""
+    """Returns the training windows of a step, int64 [batch, context + 1], as a function of (seed, step) alone.
+
+    >>> config = DataConfig(source="stdlib", context=8, batch=2)
+    >>> batch(load(config), config, seed=0, step=0).shape
+    (2, 9)
+    """
     starts = np.random.default_rng((seed, step)).integers(
         0,
         len(corpus.train) - config.context,
@@ -195,7 +208,12 @@ def batch(corpus: Corpus, config: DataConfig, seed: int, step: int) -> np.ndarra
 
 
 def heldout(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
-    """Returns evenly spaced held-out windows, int64 [n, context + 1], the same for every run; n ≤ sequences."""
+    """Returns evenly spaced held-out windows, int64 [n, context + 1], the same for every run; n ≤ sequences.
+
+    >>> config = DataConfig(source="stdlib")
+    >>> heldout(load(config), context=8, sequences=4).shape
+    (4, 9)
+    """
     return spread(corpus.heldout, context, sequences)
 
 
@@ -252,6 +270,10 @@ def split(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
     Texts are held out in the order of their hashes as long as they fit into a tenth of the bytes. If that yields less
     than half of the tenth (because there are few texts or one text dominates), the last tenth of each text is held out
     instead.
+
+    >>> training, held_out = split([b"a" * n for n in range(1, 40)])
+    >>> len(training) + len(held_out)
+    39
     """
     # Copies of one text on both sides would make the held-out loss a training loss.
     unique = {hashlib.sha256(text).digest(): text for text in texts if text}

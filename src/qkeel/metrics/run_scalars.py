@@ -208,19 +208,35 @@ def judged_logits(
     )
 
 
-def shift_signs(logits: np.ndarray, spreads: np.ndarray) -> np.ndarray:
-    """Returns where a constant decides on the largest logit of a head: 1 where it lifts the logit, so that a clip or a cap
-    by its size would flatten the head, -1 where it lowers it, so that they would do nothing, and else 0, as where
-    something was not measured.
+def bound_signs(
+    logits: np.ndarray, spreads: np.ndarray, bound: float, *, caps: bool = False
+) -> np.ndarray:
+    """Returns where a constant decides what a clip or a cap does to a head: 1 where it would flatten the head, that is,
+    leave less than a nat of its spread, -1 where it would do nothing, and else 0, as where something was not measured.
+
+    A clip multiplies the logits by bound / (the largest), if that is over the bound; so it does nothing where a constant
+    holds the largest logit down, under a quarter of the spread. A cap makes bound · tanh(z / bound) of each logit z.
 
     Args:
-        logits: the largest logits that enter the softmax, in nats.
+        logits: the largest signed logits before a cap, in nats.
         spreads: the spreads of the same heads, in nats.
+        bound: the threshold of the clip, or the cap, in nats.
+        caps: whether it is a cap.
 
-    >>> shift_signs(np.array([1200.0, 130.0, -800.0]), np.array([150.0, 150.0, 150.0])).tolist()
-    [1, 0, -1]
+    >>> logits, spreads = np.array([4000.0, 1200.0, -800.0, np.inf]), np.array([150.0, 150.0, 150.0, np.inf])
+    >>> bound_signs(logits, spreads, 15.0).tolist(), bound_signs(logits, spreads, 50.0, caps=True).tolist()
+    ([1, 0, -1, 0], [1, 1, 1, 0])
     """
-    return (logits > 2 * spreads).astype(int) - (logits < spreads / 4)
+    # Of an infinite logit nothing can be said, which is NaN, and no comparison holds.
+    with np.errstate(invalid="ignore"):
+        if caps:
+            low = (logits - spreads) / bound
+            left = bound * (np.tanh(logits / bound) - np.tanh(low))
+        else:
+            left = spreads * bound / np.maximum(logits, bound)
+        is_flat = (left < 1) & (left < spreads)
+        is_idle = (logits <= bound) & (logits < spreads / 4) & (not caps)
+    return is_flat.astype(int) - is_idle
 
 
 def judged_as(judged: float, logit: float, capped: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, final
 
 import numpy as np
@@ -404,14 +404,20 @@ class AlarmLog:
         # Rules whose notice no longer holds.
         self._over: set[str] = set()
 
-    def update(self, history: History) -> list[Alarm]:
-        """Returns the alarms that the last record raises for the first time, the most severe first."""
+    def update(
+        self,
+        history: History,
+        effect: Callable[[Alarm, History], str] = lambda *_: "",
+    ) -> list[Alarm]:
+        """Returns the alarms that the last record raises for the first time, the most severe first. `effect` says what the
+        line of an alarm would do."""
         raised = {alarm.rule for alarm in self.alarms}
         alarms = []
         for name, rule in self._named if len(history) else ():
             alarm = None if name in raised else rule.check(history)
             if alarm is not None:
-                alarms.append(alarm)
+                effect_of_line = effect(alarm, history)
+                alarms.append(dataclasses.replace(alarm, effect=effect_of_line))
         alarms.sort(key=lambda alarm: -list(Severity).index(alarm.severity))
         self.alarms += alarms
         return alarms

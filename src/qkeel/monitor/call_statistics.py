@@ -11,7 +11,7 @@ from torch import Tensor
 from qkeel.capture.calls import ScoresCall, Seen, call_logsumexp, maxima, statistics
 from qkeel.errors import unknown
 from qkeel.functional.norms import widest
-from qkeel.functional.statistics import KernelRows, LogitStats, row_moments, sink_gate
+from qkeel.functional.statistics import KernelRows, LogitStats, sink_gate
 from qkeel.kernels.statistics import (
     CallRows,
     call_rows,
@@ -156,9 +156,9 @@ def _only(values: Set[T]) -> T | None:
 
 @torch.no_grad()
 def add_gates(numbers: PassNumbers, site: str, call: Seen) -> None:
-    """Adds the moments of the logsumexps of a call's query rows, and of the gates that learned sinks compute from them.
+    """Adds the logsumexps of a call's query rows, and the gates that learned sinks compute from them.
 
-    lse_mean, lse_square, lse_min, sink_logit, gate_mean, gate_square [h]
+    lse_mean, lse_min, sink_logit, gate_mean [h]
     """
     lse = call_logsumexp(call)
     # NaN must remain visible.
@@ -169,13 +169,14 @@ def add_gates(numbers: PassNumbers, site: str, call: Seen) -> None:
     def add(name: str, value: Tensor, weight: Tensor, how: Reduction = "mean") -> None:
         numbers.add((site, name), Number(value, weight, how, own=True))
 
-    def add_moments(name: str, x: Tensor) -> Tensor:
-        n, total, squares = row_moments(x, counted)
-        add(f"{name}_mean", total / n.clamp_min(1), n)
-        add(f"{name}_square", squares / n.clamp_min(1), n)
-        return n
+    wide = widest(lse.device)
+    n = counted.expand_as(lse).to(wide).sum((0, 2))
 
-    n = add_moments("lse", lse)
+    def add_mean(name: str, x: Tensor) -> None:
+        total = x.to(wide).masked_fill(~counted, 0.0).sum((0, 2))
+        add(name, total / n.clamp_min(1), n)
+
+    add_mean("lse_mean", lse)
     least = lse.masked_fill(~counted, torch.inf).amin((0, 2))
     add("lse_min", least.to(n.dtype), n, "min")
     sink = _learned_sink(call)
@@ -183,7 +184,7 @@ def add_gates(numbers: PassNumbers, site: str, call: Seen) -> None:
         # A head's sink is one number, which is repeated over sequences and queries.
         logit = sink.mean((0, 2)).expand(lse.shape[1])
         add("sink_logit", logit, torch.ones_like(logit))
-        add_moments("gate", sink_gate(lse, sink))
+        add_mean("gate_mean", sink_gate(lse, sink))
 
 
 def _learned_sink(call: Seen) -> Tensor | None:

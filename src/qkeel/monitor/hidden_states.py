@@ -1,8 +1,7 @@
-"""The hidden states that enter and leave the blocks and attention of a watched model: norms, sizes, whether finite."""
+"""The hidden states that enter and leave the blocks and attention of a watched model: their sizes, whether finite."""
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -43,9 +42,6 @@ SUMMED = {
 class HiddenStates:
     """Measures hidden states [... m] in each pass, while the handle from `attach()` is active.
 
-    block_output_norm: the mean L2 norm, over tokens, of what leaves the block of each site.
-    final_hidden_norm: that of the output of the first module after the last block that returns the same shape (a final
-        norm), or else of the last block's output.
     non_finite_data, non_finite_input, non_finite_output [1]: whether the data, and what enters and leaves the module of
         each site, has a NaN or infinity, 1 or 0, and -1 for a module that was not called. Of the data, -infinity
         doesn't count, as masks are made of it.
@@ -71,17 +67,13 @@ class HiddenStates:
         self._tree, self._inputs_too = tree, inputs_too
         self._is_told = not inputs_too
         # A module may be a site and a block.
-        self._looks: list[tuple[str, nn.Module, _Look | None, _Look]] = []
+        self._looks: list[tuple[str, nn.Module, _Look, _Look]] = []
         # While modules are looked at.
         self._hooks: list[Hook] | None = None
         self._thread = 0
         self._name(sites)
-        # The shape of the last block's output.
-        self._awaited: torch.Size | None = None
-        self._final: tuple[Tensor, int] | None = None
-        # Of the pass: the mean norms of what left blocks, with the numbers of tokens; the sums of what entered and left
-        # the modules of sites, by their names; and the largest numbers of the data.
-        self._outputs: list[tuple[str, Tensor, int]] = []
+        # Of the pass: the sums of what entered and left the modules of sites, by their names, and the largest numbers
+        # of the data.
         self._sums: dict[str, list[tuple[str, Tensor]]] = {}
         self._data: list[Tensor] = []
         # What entered or left blocks, by side and block, with the number of tokens.
@@ -103,7 +95,7 @@ class HiddenStates:
 
     def extend(self, sites: Sequence[str], running: Sequence[ModuleCall]) -> None:
         """Takes the names of sites of which some were found in the pass that runs, inside these calls of modules."""
-        entered = {(role, module) for role, module, before, _ in self._looks if before}
+        entered = {(role, module) for role, module, *_ in self._looks}
         was_root = "" in self._modules
         self._name(sites)
         if self._hooks is None:
@@ -118,7 +110,7 @@ class HiddenStates:
         if "" in self._modules and not was_root and self._model in arguments:
             self._add_sum("input", "", self._model, *arguments[self._model])
         for role, module, before, _ in self._looks:
-            if before and module in arguments and (role, module) not in entered:
+            if module in arguments and (role, module) not in entered:
                 before(module, *arguments[module])
 
     @torch.no_grad()
@@ -126,9 +118,7 @@ class HiddenStates:
         """Begins a pass with these arguments; what a pass that has failed left is dropped."""
         # Other threads may call the same modules.
         self._thread = threading.get_ident()
-        self._final = self._awaited = None
-        self._outputs, self._sums = [], {"input": [], "output": []}
-        self._streams = []
+        self._sums, self._streams = {"input": [], "output": []}, []
         held = map(dense, tensors((args, dict(kwargs))))
         self._data = [x.amax() for x in held if x.numel()]
         if "" in self._modules:
@@ -160,22 +150,13 @@ class HiddenStates:
         if "" in self._modules:
             self._add_sum("output", "", self._model, (), output)
         numbers = self._numbers
-        if self._final is not None:
-            numbers.add(("", "final_hidden_norm"), Number(*self._final))
-        in_blocks = tuple(itertools.chain(*self._sites.values()))
-        outputs = [
-            (site, norm, n_tokens)
-            for block, norm, n_tokens in self._outputs
-            for site in self._sites[block]
-        ]
-        numbers.add_calls(in_blocks, "block_output_norm", outputs)
         self._add_streams()
         # A sum is finite if its terms are, and is the cheapest of all reductions.
         for side, sums in self._sums.items():
             of_sites = [
-                (site, total, 0) for name, total in sums for site in self._modules[name]
+                (site, total) for name, total in sums for site in self._modules[name]
             ]
-            numbers.add_calls(self._all, f"non_finite_{side}", of_sites, is_flag=True)
+            numbers.add_flags(self._all, f"non_finite_{side}", of_sites)
         if self._data:
             device = self._data[0].device
             peaks = torch.stack([x.float().to(device) for x in self._data])
@@ -186,7 +167,6 @@ class HiddenStates:
         self._sums, self._data = {}, []
 
     def _list_modules(self, named: Sequence[tuple[str, nn.Module]]) -> None:
-        inside = tuple(f"{block}." for block in self._sites)
         # A layer has three of these hooks, so the guard is all that lies between torch and the code.
         guarded = partial(partial, self._guard)
         self._looks = []
@@ -202,18 +182,10 @@ class HiddenStates:
             is_sibling = name.rpartition(".")[0] in self._lists and any(
                 True for _ in module.children()
             )
-            if name in self._sites or (self._inputs_too and is_sibling):
-                enter = None
-                if self._inputs_too:
-                    enter = guarded(self._measure, "input", name)
-                leave = guarded(self._leave_block, name)
+            if self._inputs_too and (name in self._sites or is_sibling):
+                enter = guarded(self._measure, "input", name)
+                leave = guarded(self._measure, "output", name)
                 self._looks.append(("block", module, enter, leave))
-            # A list of blocks that is called returns what its last block returns.
-            elif (
-                self._sites and not name.startswith(inside) and name not in self._lists
-            ):
-                leave = guarded(self._pass_on)
-                self._looks.append(("behind", module, None, leave))
 
     # Hooks before a module get its arguments and keyword arguments, those behind it the arguments and the output.
 
@@ -227,27 +199,6 @@ class HiddenStates:
             if states is not None and states.dtype in SUMMED and states.numel():
                 total = states.sum(dtype=SUMMED[states.dtype])
                 self._sums[side].append((name, total))
-
-    def _leave_block(
-        self, name: str, module: nn.Module, args: object, output: object
-    ) -> None:
-        if threading.get_ident() != self._thread:
-            return
-        with beside_function_modes():
-            states = hidden_states(output)
-            if self._inputs_too:
-                self._measure("output", name, module, (), states)
-            if states is not None and name in self._sites:
-                self._final, self._awaited = _mean_norm(states), states.shape
-                self._outputs.append((name, *self._final))
-
-    def _pass_on(self, module: nn.Module, args: object, output: object) -> None:
-        if self._awaited is None or threading.get_ident() != self._thread:
-            return
-        with beside_function_modes():
-            states = hidden_states(output)
-            if states is not None and states.shape == self._awaited:
-                self._final, self._awaited = _mean_norm(states), None
 
     def _measure(
         self, side: str, block: str, module: nn.Module, args: object, last: object
@@ -281,18 +232,18 @@ def dense(x: Tensor) -> Tensor:
 
 def hidden_states(values: object) -> Tensor | None:
     """The first floating-point tensor with at least two dimensions among nested values, without its graph, or None."""
-    for value in (values,) if isinstance(values, Tensor) else tensors(values):
-        states = value if type(value) is Tensor else dist.local(value)
-        if states.is_floating_point() and states.ndim > 1:
-            return states.detach()
+    waiting = [values]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            states = value if type(value) is Tensor else dist.local(value)
+            if states.is_floating_point() and states.ndim > 1:
+                return states.detach()
+        elif isinstance(value, dict):
+            waiting += reversed(value.values())
+        elif isinstance(value, (tuple, list)):
+            waiting += reversed(value)
     return None
-
-
-def _mean_norm(states: Tensor) -> tuple[Tensor, int]:
-    """The mean norm of the tokens, in float32 or wider, and their number."""
-    dtype = SUMMED.get(states.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(states, dim=-1, dtype=dtype)
-    return norms.mean(), norms.numel()
 
 
 def blocks_of(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:

@@ -4,6 +4,7 @@ and those of a run while it trains, with bounded memory and time regardless of i
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self, final, get_args
@@ -277,6 +278,7 @@ def number(value: object) -> float:
 MOST = 512
 # The newest records are always kept, because rules compare the last two.
 _TAIL = 2
+_KINDS = ("own", "values", "heads")
 
 
 @final
@@ -305,8 +307,8 @@ class Recording:
         self._every = 1
         self._seen = self._kept = 0
         self._has_rates = True
-        # Of the recording itself, of the values of records, and of their heads: "own:", "values:" and "heads:NAME".
-        self._columns: dict[str, np.ndarray] = {}
+        # By name, those of the recording itself, of the values of records, and of their heads.
+        self._columns: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in _KINDS}
 
     def append(
         self,
@@ -328,20 +330,19 @@ class Recording:
         self._keep(_TAIL - 1)
         rate, n = number(values.get("lr")), self._kept
         self._has_rates = self._has_rates and bool(np.isfinite(rate))
-        record: dict[str, object] = {"own:index": self._seen, "own:rate": rate}
-        record["own:step"] = number(values["step"])
-        for name, x in values.items():
-            is_float = type(x) in (float, int)
-            record[f"values:{name}"] = x if is_float else number(x)
-        record |= {f"heads:{name}": x for name, x in heads.items()}
-        for name in self._columns.keys() - record.keys():
-            self._columns[name][n] = np.nan
+        own = {"index": self._seen, "rate": rate, "step": number(values["step"])}
+        record: tuple[Mapping[str, object], ...] = (own, values, heads)
         # Beyond float32 is infinite.
         with np.errstate(over="ignore"):
-            for name, value in record.items():
-                if name not in self._columns:
-                    self._add_column(name, np.shape(value))  # type: ignore[arg-type]
-                self._columns[name][n] = value
+            for (kind, columns), of_kind in zip(self._columns.items(), record):
+                for name in columns.keys() - of_kind.keys():
+                    columns[name][n] = np.nan
+                for name, value in of_kind.items():
+                    if kind != "heads" and type(value) not in (float, int):
+                        value = number(value)
+                    if name not in columns:
+                        self._add_column(kind, name, np.shape(value))  # type: ignore[arg-type]
+                    columns[name][n] = value
         self._seen, self._kept = self._seen + 1, n + 1
         if self._kept > self._most:
             self._every *= 2
@@ -350,19 +351,16 @@ class Recording:
     @property
     def history(self) -> History:
         """The records so far, as views that are valid until the next append."""
-        columns: dict[str, dict[str, np.ndarray]] = {
-            "own": {},
-            "values": {},
-            "heads": {},
-        }
-        for key, column in self._columns.items():
-            kind, _, name = key.partition(":")
-            columns[kind][name] = column[: self._kept]
+        n = self._kept
+        own, values, heads = [
+            {name: column[:n] for name, column in columns.items()}
+            for columns in self._columns.values()
+        ]
         return History(
-            steps=columns["own"].get("step", np.zeros(0)),
-            rates=columns["own"].get("rate") if self._has_rates else None,
-            values=columns["values"],
-            heads=columns["heads"],
+            steps=own.get("step", np.zeros(0)),
+            rates=own.get("rate") if self._has_rates else None,
+            values=values,
+            heads=heads,
             layers=self.layers,
             planned=self.planned,
         )
@@ -370,18 +368,23 @@ class Recording:
     def state(self) -> dict[str, np.ndarray]:
         """The records and their number, from which `load` continues."""
         counts = [self._every, self._seen, self._kept, int(self._has_rates)]
-        columns = {key: x[: self._kept] for key, x in self._columns.items()}
+        columns = {
+            f"{kind}:{name}": x[: self._kept]
+            for kind, of_kind in self._columns.items()
+            for name, x in of_kind.items()
+        }
         return {**columns, "counts": np.array(counts)}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Replaces the records with those of another Recording."""
         self._every, self._seen, self._kept, has_rates = map(int, state["counts"])
-        self._has_rates, self._columns = bool(has_rates), {}
+        self._has_rates, self._columns = bool(has_rates), {kind: {} for kind in _KINDS}
         for key, records in state.items():
+            kind, _, name = key.partition(":")
             # A state of 0.1.0 has others.
-            if key.startswith(("own:", "values:", "heads:")):
-                self._add_column(key, records.shape[1:])
-                self._columns[key][: len(records)] = records
+            if kind in _KINDS:
+                self._add_column(kind, name, records.shape[1:])
+                self._columns[kind][name][: len(records)] = records
 
     def __len__(self) -> int:
         """The number of appended records, whether they were kept or not."""
@@ -390,7 +393,7 @@ class Recording:
     @property
     def last(self) -> float:
         """The step of the last record; -infinity before the first."""
-        return self._columns["own:step"][self._kept - 1] if self._kept else -np.inf
+        return self._columns["own"]["step"][self._kept - 1] if self._kept else -np.inf
 
     def _check(
         self, values: Mapping[str, object], heads: Mapping[str, np.ndarray]
@@ -399,33 +402,36 @@ class Recording:
             raise ShapeError(
                 f"expected a record of a step after {self.last:g}, got step {values.get('step')}"
             )
+        columns = self._columns["heads"]
         for name, of_heads in heads.items():
-            shape = of_heads.shape
+            shape, column = of_heads.shape, columns.get(name)
+            if column is not None and column.shape[1:] == shape:
+                continue
             if len(shape) != 2 or (self.layers and shape[0] != len(self.layers)):
                 raise ShapeError(
                     f"expected {name!r} as [{len(self.layers) or 'layers'} heads], got shape {shape}"
                 )
-            column = self._columns.get(f"heads:{name}")
-            if column is not None and column.shape[1:] != shape:
+            if column is not None:
                 raise ShapeError(
                     f"expected {name!r} of shape {column.shape[1:]} as before, got {shape}"
                 )
 
-    def _add_column(self, key: str, shape: tuple[int, ...]) -> None:
+    def _add_column(self, kind: str, name: str, shape: tuple[int, ...]) -> None:
         """Adds a column when its name first appears. Memory of records to come is not touched."""
-        dtype = np.float32 if key.startswith("heads:") else np.float64
+        dtype = np.float32 if kind == "heads" else np.float64
         n_rows = max(self._most, self._kept) + 1
-        self._columns[key] = np.empty((n_rows, *shape), dtype)
-        self._columns[key][: self._kept + 1] = np.nan
+        column = np.empty((n_rows, *shape), dtype)
+        column[: self._kept + 1] = np.nan
+        self._columns[kind][name] = column
 
     def _keep(self, tail: int) -> None:
         """Keeps the records on the grid and the last ones; each gets the mean rate since the record before it."""
         stays = np.arange(self._kept) >= self._kept - tail
         if self._kept:
-            stays |= self._columns["own:index"][: self._kept] % self._every == 0
+            stays |= self._columns["own"]["index"][: self._kept] % self._every == 0
         if stays.all():
             return
-        steps, rates = self._columns["own:step"], self._columns["own:rate"]
+        steps, rates = self._columns["own"]["step"], self._columns["own"]["rate"]
         # The rows before it stay what they are.
         begin = max(int(stays.argmin()) - 1, 0)
         # A dropped record's rate goes into the next one, so that the sum of rates, the clock of forecasts, is exact.
@@ -434,5 +440,5 @@ class Recording:
         rows = np.flatnonzero(stays)[begin:]
         rates[rows[1:]] = np.diff(ticks[rows - begin]) / np.diff(steps[rows])
         self._kept = begin + len(rows)
-        for column in self._columns.values():
+        for column in itertools.chain(*map(dict.values, self._columns.values())):
             column[begin : self._kept] = column[rows]

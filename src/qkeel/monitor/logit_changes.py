@@ -22,9 +22,8 @@ class LogitChanges:
     """Compares the logits of a probe batch before and after a step, in one extra pass each, without gradients.
 
     Both passes draw the same random numbers, so that dropout does not hide the change; the state of the model and of
-    its generators is restored. logit_change_rms, logit_change_mean_abs [h]: the root mean square and the mean magnitude
-    of the change over all visible pairs. If nothing but the step has changed the weights, the pass after one step is
-    the pass before the next.
+    its generators is restored. logit_change_rms [h]: the root mean square of the change over all visible pairs. If
+    nothing but the step has changed the weights, the pass after one step is the pass before the next.
     """
 
     def __init__(self, tap: Tap, probe: Arguments) -> None:
@@ -52,10 +51,7 @@ class LogitChanges:
         for site in (name for name in old if name in new):
             change = change_between(old[site], new[site])
             if change is not None:
-                (
-                    changes[site, "logit_change_rms"],
-                    changes[site, "logit_change_mean_abs"],
-                ) = change.rms, change.mean_abs
+                changes[site, "logit_change_rms"] = change.rms
         return changes
 
     def _versions(self) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from qkeel.monitor.finite_stages import first_empty_row, weights_not_finite
 from qkeel.monitor.first_look import FirstLook
 from qkeel.monitor.gain_bounds import GainBounds
 from qkeel.monitor.hidden_states import HiddenStates
+from qkeel.monitor.kept_logits import KeptLogits
 from qkeel.monitor.logit_changes import LogitChanges
 from qkeel.monitor.numbers import Number, NumberKey, Numbers, PassNumbers
 from qkeel.monitor.sparse_attention import SparseAttention
@@ -70,12 +71,14 @@ class StepNumbers(Visitor):
         logit_changes: LogitChanges | None,
         optimizers: Sequence[Optimizer],
         role_known: Callable[[Phase, bool], None],
+        kept: KeptLogits,
         *,
         guard: Guarded,
         extras: frozenset[Extra] = frozenset(),
     ) -> None:
         """name: the name of the model, "" if there is only one. role_known: called with the role of each pass, and
-        whether it was measured."""
+        whether it was measured. kept: takes the logits of one head."""
+        self._kept = kept
         self.name, self.tap = name, tap
         self.sites, self._tokens = sites, tokens
         self._logit_changes = logit_changes
@@ -149,7 +152,10 @@ class StepNumbers(Visitor):
         self._frame = None
 
     def reads_plain(self, name: str) -> bool:
-        return name not in self.sites.hiding
+        kept = self._kept.site
+        # Also where several models have a site of this name.
+        is_kept = kept is not None and kept.endswith(name)
+        return name not in self.sites.hiding and not is_kept
 
     def call(self, name: str, call: Seen, candidate: bool) -> None:
         if self.sites.see(name, call):
@@ -159,6 +165,8 @@ class StepNumbers(Visitor):
             if self._gates is not None:
                 self._gates.captured(name)
             self._first_look.call(name, call)
+            if self._kept.site is not None:
+                self._kept.see(within(self.name, name), self._tokens.on(call))
         if candidate and "gates" in self._extras:
             add_gates(self._numbers, name, self._tokens.on(call))
         if candidate and self.sites.is_sparse(name):

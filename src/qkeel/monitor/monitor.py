@@ -17,7 +17,7 @@ from qkeel.capture.calls import SiteStatistics
 from qkeel.capture.example import Arguments
 from qkeel.capture.visible_pattern import LayerType
 from qkeel.distributed.layout import Layout
-from qkeel.errors import AlarmWarning, InvalidValueError, caution
+from qkeel.errors import AlarmWarning, caution
 from qkeel.frames import Foreign
 from qkeel.frames.tables import markup
 from qkeel.handle import Handle, State, under
@@ -26,6 +26,7 @@ from qkeel.monitor.cadence import Cadence, MeasuredSteps
 from qkeel.monitor.call_statistics import CallStatistics, SettingSeen, wanted
 from qkeel.monitor.forecast import PlannedRates
 from qkeel.monitor.history import History
+from qkeel.monitor.kept_logits import KeptLogits
 from qkeel.monitor.logit_changes import LogitChanges
 from qkeel.monitor.measure import StepNumbers
 from qkeel.monitor.nan_origin import NOT_FOUND, NanOrigin
@@ -44,7 +45,7 @@ from qkeel.patching.optimizers import StepHooks, steps_taken
 from qkeel.patching.roles import Phase
 from qkeel.patching.sharded_models import joined
 from qkeel.sites.find import all_sites, within
-from qkeel.sites.site import AttentionSite, Sites, UnrecognizedAttention
+from qkeel.sites.site import Sites, UnrecognizedAttention
 from qkeel.sites.tap import Tap
 
 JOINED = "in torch's Join context, processes end at different steps"
@@ -117,8 +118,9 @@ class Monitor(Handle):
             lambda: JOINED if any(map(joined, model.values())) else "",
         )
         group.records_alone = not optimizers
+        kept = KeptLogits()
         self._recorder = Recorder(
-            group, sinks, planned, self._settled_rules, self._described
+            group, sinks, planned, self._settled_rules, self._described, kept
         )
         self._models: dict[str, StepNumbers] = {}
         # The models that have made a pass since the last step, where each step is a pass of each.
@@ -161,6 +163,7 @@ class Monitor(Handle):
                 None if probe is None else LogitChanges(tap, probe),
                 self._optimizers,
                 functools.partial(self._role_known, name),
+                kept,
                 guard=self._guard,
                 extras=extras,
             )
@@ -264,11 +267,6 @@ class Monitor(Handle):
         """The number of forward passes so far, measured or not."""
         return self._steps.begun
 
-    @property
-    def empty_passes(self) -> int:
-        """The number of passes with an empty batch (no sequences or no tokens), which are not measured."""
-        return sum(tap.empty for tap in self._taps)
-
     def read(self, phase: Phase | None = None) -> Stats:
         """Returns the statistics of all passes measured since the last read, keyed by site name, on the CPU.
 
@@ -289,21 +287,6 @@ class Monitor(Handle):
             self._taken[shown_phase].append(recent)
         stats = SiteStatistics([self._recorder.take(shown_phase), recent])
         return dict(stats or on_host(self._merged(lambda tap: tap.peek(phase))))
-
-    def include(self, *sites: AttentionSite) -> Self:
-        """Also watches sites that were described by hand (`qkeel.sites.describe`); call it before the first pass.
-
-        Raises: InvalidValueError if a site was not described by hand, or if a forward pass has already been seen.
-        """
-        if any(site.description is None for site in sites) or self.passes:
-            raise InvalidValueError(
-                "expected sites from qkeel.sites.describe(model, name, ...) before the first forward pass; all other "
-                "sites are found automatically"
-            )
-        for site in sites:
-            holders = [t for t in self._taps if site.module in t.model.modules()]
-            (holders or self._taps)[0].sites.append(site)
-        return self
 
     @property
     def sample(self) -> Sample | None:

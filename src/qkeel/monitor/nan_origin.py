@@ -36,7 +36,7 @@ from qkeel.monitor.finite_stages import (
 from qkeel.patching.forward import ForwardPasses, extra_pass
 from qkeel.patching.guards import FaultGuard
 from qkeel.patching.roles import tensors_within
-from qkeel.sites.weights import captured_calls
+from qkeel.sites.softmax_weights import captured_calls
 
 NOT_FOUND = (
     "gradients are not finite, and nothing in the step's passes is when they are made again: look at what changes "

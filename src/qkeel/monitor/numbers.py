@@ -87,46 +87,36 @@ class PassNumbers:
         """Adds a number to those of the running pass."""
         _join(self._of_pass, key, number)
 
-    def add_calls(
-        self,
-        sites: tuple[str, ...],
-        name: str,
-        calls: Sequence[tuple[str, Tensor, int]],
-        *,
-        is_flag: bool = False,
+    def add_flags(
+        self, sites: tuple[str, ...], name: str, numbers: Sequence[tuple[str, Tensor]]
     ) -> None:
-        """Adds a number [] of each of several calls, given with its site and its weight, as one number of all sites.
+        """Adds whether any of a site's numbers [] is not finite, 1 or 0, and -1 for a site without one, as one number of
+        all sites.
 
-        sites: always the same ones for a name; one without a call has weight 0. is_flag: what is recorded is whether
-        any of a site's numbers is not finite, 1 or 0, and -1 without a call.
+        sites: always the same ones for a name. numbers: each with its site.
         """
-        by_site: dict[str, list[tuple[Tensor, int]]] = {site: [] for site in sites}
-        for site, value, weight in calls:
-            by_site[site].append((value, weight))
+        by_site: dict[str, list[Tensor]] = {site: [] for site in sites}
+        for site, number in numbers:
+            by_site[site].append(number)
         # A site that is called again in one pass has a row in each round.
-        for rows in itertools.zip_longest(*by_site.values()):
-            like = next(filter(None, rows))[0]
+        for row in itertools.zip_longest(*by_site.values()):
+            like = next(x for x in row if x is not None)
             parts = []
-            for row in rows:
-                part = row[0] if row else like
+            for x in row:
+                part = like if x is None else x
                 # A call that copies nothing costs the host as much as a small operator.
                 is_here = part.device == like.device
                 parts.append(part if is_here else part.to(like.device))
-            values = torch.stack(parts)
-            if is_flag:
-                values = (~values.isfinite()).float()
-                if None in rows:
-                    flags = zip(rows, values.unbind())
-                    # -1 computed from what is on the device, as a copy from the host would wait.
-                    values = torch.stack([x if row else x - x - 1 for row, x in flags])
-                self.add((sites, name), Number(values[:, None]))
-                continue
-            weights = [row[1] if row else 0 for row in rows]
-            of_rows: int | Tensor = weights[0]
-            if len({*weights}) > 1:
-                # Fills, as a copy from the host would wait for the device.
-                of_rows = torch.stack([like.new_full((), n) for n in weights])
-            self.add((sites, name), Number(values, of_rows))
+            flags = (~torch.stack(parts).isfinite()).float()
+            if any(x is None for x in row):
+                # -1 computed from what is on the device, as a copy from the host would wait.
+                flags = torch.stack(
+                    [
+                        flag - flag - 1 if x is None else flag
+                        for x, flag in zip(row, flags.unbind())
+                    ]
+                )
+            self.add((sites, name), Number(flags[:, None]))
 
     def end(self) -> dict[NumberKey, Number]:
         """Ends a pass and returns its numbers."""

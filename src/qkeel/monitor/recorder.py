@@ -18,6 +18,7 @@ from qkeel.handle import State, under
 from qkeel.monitor.alarms import AlarmLog
 from qkeel.monitor.forecast import PlannedRates
 from qkeel.monitor.history import History, LogitLimit, Recording
+from qkeel.monitor.kept_logits import KeptLogits
 from qkeel.monitor.numbers import Stats
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.rules import Alarm, Rule, Severity
@@ -68,7 +69,7 @@ class Recorder:
     they are read.
 
     `rules` and `about` are called once, when the first numbers arrive, because some of what they return is known only
-    after the model has run.
+    after the model has run. `kept` holds logits from which alarms say what their line would do.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class Recorder:
         planned: PlannedRates | None,
         rules: Callable[[], Sequence[Rule]],
         about: Callable[[], Mapping[str, object]],
+        kept: KeptLogits,
     ) -> None:
+        self._kept = kept
         self._group, self._rules, self._about = group, rules, about
         self._not_written = bool(sinks) and dist.rank() > 0
         self.sinks = list(sinks) if dist.rank() == 0 else []
@@ -181,8 +184,10 @@ class Recorder:
             history = dataclasses.replace(
                 recording.history, types=sample.types, limits=pending.limits
             )
-            for alarm in self.log.update(history):
+            for alarm in self.log.update(history, self._kept.effect):
                 self._tell_alarm(alarm)
+            if self.log.rules:
+                self._kept.choose(history)
             for notice in self.log.over(history):
                 text = (
                     f"the notice of step {notice.step:,} holds no longer at step {step:,}: "

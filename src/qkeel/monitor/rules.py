@@ -15,7 +15,7 @@ from typing import final
 import numpy as np
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
-from qkeel.metrics.run_scalars import judged_logits, shift_signs
+from qkeel.metrics.run_scalars import bound_signs, judged_logits
 from qkeel.monitor import thresholds
 from qkeel.monitor.finite_stages import (
     LOGITS,
@@ -78,6 +78,7 @@ class Alarm:
     describe the alarm in words, `remedy` is the line of code, and `source` states where the threshold comes from.
     `layer` and `head` are None if the rule is about the whole model; `head` is None if it is about a whole layer.
     `cause` says in words what is going wrong; alarms with the same cause belong together and have the same remedy.
+    `effect` says what the remedy would do to the head, if logits of a recent call were kept.
 
     >>> alarm = Alarm(rule="ceiling", severity=Severity.ALARM, step=40, value=120.0, meaning="max logit 120", trend="",
     ...     remedy="", source="", layer="attn", head=1)
@@ -96,6 +97,7 @@ class Alarm:
     layer: str | None = None
     head: int | None = None
     cause: str = ""
+    effect: str = ""
 
     @property
     def line(self) -> str:
@@ -106,8 +108,8 @@ class Alarm:
             else f", {self.layer or 'the model itself'}"
             + ("" if self.head is None else f", head {self.head}")
         )
-        trend = f"; {self.trend}" if self.trend else ""
-        return f"{self.severity} at step {self.step:,}{place}: {self.meaning}{trend}"
+        words = "; ".join(filter(None, [self.meaning, self.trend, self.effect]))
+        return f"{self.severity} at step {self.step:,}{place}: {words}"
 
     def __str__(self) -> str:
         """One line that says what was observed and what to do."""
@@ -155,9 +157,11 @@ class Rule(abc.ABC):
         if at is not None and at.name in WORDS:
             if limit is not None:
                 meaning += f", with {limit.remedy} active"
-            sign = 0 if at.head is None else shifts(history)[at.layer, at.head]
-            if sign:
-                remedy = _beside_a_constant(remedy, sign)
+            bound = remedy_bound(remedy)
+            if bound is not None and at.head is not None:
+                remedy = _beside_a_constant(
+                    remedy, signs(history, *bound)[at.layer, at.head]
+                )
         return Alarm(
             rule=self.name,
             severity=self.severity,
@@ -306,22 +310,30 @@ def judged_series(history: History) -> np.ndarray | None:
     return judged_logits(logits, *same)
 
 
-def shifts(history: History) -> np.ndarray:
-    """Returns [layers heads], where a constant decides on the largest logit in the last record; see `shift_signs`."""
-    spreads = judged_series(history)
-    logits, capped = map(history.series, ("max_logit", "capped_max_logit"))
-    assert spreads is not None
-    assert logits is not None
-    if np.isnan(measured(history, "logit_spread")[-1]).all():
-        return np.zeros(spreads.shape[1:], dtype=int)
-    return shift_signs(judged_logits(logits, capped)[-1], spreads[-1])
+_BOUND = re.compile(r"(qk_clip:threshold|softcap:cap)=([\d.]+)")
+
+
+def remedy_bound(remedy: str) -> tuple[float, bool] | None:
+    """The threshold of the clip, or the cap, in a line of code, and whether it is a cap; None if there is neither.
+
+    >>> remedy_bound('qkeel.apply(model, "softcap:cap=50", optimizer)')
+    (50.0, True)
+    """
+    bound = _BOUND.search(remedy)
+    return None if bound is None else (float(bound[2]), bound[1].startswith("softcap"))
+
+
+def signs(history: History, bound: float, caps: bool = False) -> np.ndarray:
+    """Returns [layers heads], what a clip or a cap would do to each head in the last record; see `bound_signs`."""
+    logits, spreads = (measured(history, x)[-1] for x in ("max_logit", "logit_spread"))
+    return bound_signs(logits, spreads, bound, caps=caps)
 
 
 def _beside_a_constant(remedy: str, sign: int) -> str:
-    """The line for a head whose largest logit is decided by a constant: lower rates of its weights in place of a clip,
-    or of the optimizer where its steps are not scaled."""
+    """The line for a head that a clip or cap would flatten or not reach, by its sign: lower rates of its weights, or of
+    the optimizer where its steps are not scaled."""
     spec = re.search(r'"[^"]*(?:qk_clip|softcap)[^"]*"', remedy)
-    if spec is None:
+    if not sign or spec is None:
         return remedy
     is_scaled = "matched" in spec.group() or "lalr" in spec.group()
     line = remedy.replace(spec.group(), '"lalr:tau=0.1"') if is_scaled else LOWER_RATE
@@ -727,10 +739,11 @@ def _look(origin: Origin) -> str:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Saturation(Rule):
-    """A head's normalized entropy fell to a `fall`-th of its first value, while its spread passed `threshold` (nats).
+    """What a head's softmax passes back (`softmax_gradient`) fell to a `fall`-th of its first value, while its spread passed
+    `threshold` (nats).
 
-    Such a head passes back next to no gradient. Healthy models have heads with as little, such as sinks and heads that
-    attend to the key before, so neither of the two alone is a reason.
+    Healthy models have heads that pass back as little, such as sinks and heads that attend to the key before, so neither
+    of the two alone is a reason.
 
     >>> str(Saturation().severity)
     'notice'
@@ -739,26 +752,28 @@ class Saturation(Rule):
     fall: float = 10.0
     threshold: float = thresholds.CLIPS
     severity: Severity = Severity.NOTICE
-    source: str = "derived: a softmax passes back Σ p (1 - p), which is near 0 where one key takes all; not measured"
+    source: str = "derived: a softmax passes back Σ p (1 - p), which is near 0 where one key takes all; as a notice in "
+    "experiments/notes/alarms.md"
     cause: str = "a head's softmax is saturated"
 
     def check(self, history: History) -> Alarm | None:
-        entropies = measured(history, "normalized_entropy")
+        # NaN, which is under nothing, in runs that were recorded without it.
+        gradients = measured(history, "softmax_gradient")
         spreads = measured(history, "logit_spread")[-1]
         is_spread = spreads > self.threshold
         # Reading all records takes time, and few heads ever get there.
         if not is_spread.any():
             return None
         # Each head is compared with its own first number, since a layer may run late.
-        starts = np.isfinite(entropies).argmax(0)
-        early = np.take_along_axis(entropies, starts[None], 0)[0]
-        has_fallen = (entropies[-1] * self.fall < early) & is_spread
+        starts = np.isfinite(gradients).argmax(0)
+        early = np.take_along_axis(gradients, starts[None], 0)[0]
+        has_fallen = (gradients[-1] * self.fall < early) & is_spread
         return self.alarm_at(
             history,
-            "normalized_entropy",
-            entropies,
+            "softmax_gradient",
+            gradients,
             np.where(has_fallen, spreads, np.nan),
-            "the head is saturated: its entropy is {value:.2g} of that of uniform attention, and its largest logit "
+            "the head is saturated: its softmax passes back {value:.2g} of what uniform attention would, and its largest logit "
             "lies {score:,.3g} over the mean",
         )
 

@@ -26,7 +26,6 @@ from qkeel.records import (
     LAYER_FIELDS,
     LINEAR,
     MONITOR_FIELDS,
-    VALUE_FIELDS,
     fold_heads,
     layer_fields,
     layer_values,
@@ -49,7 +48,7 @@ HISTOGRAMS = (
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """The measurements of one step: values by name, for the whole model (records.STEP_FIELDS and VALUE_FIELDS) and for
+    """The measurements of one step: values by name, for the whole model (records.STEP_FIELDS) and for
     each head (records.HEAD_FIELDS; NaN where a layer has fewer heads or the value was not measured).
     """
 
@@ -171,9 +170,9 @@ class Sample:
             field, _, layer = name.partition("/")
             if field in BLOCK_FIELDS:
                 summaries[f"hidden/{field}"] = self.overall(field)
-            if field in VALUE_FIELDS or (field in BLOCK_FIELDS and field in per_layer):
-                keys = filter(None, ("hidden", key_of.get(layer, layer), field))
-                summaries["/".join(keys)] = float(value)
+            if field in BLOCK_FIELDS and field in per_layer:
+                key = f"hidden/{key_of.get(layer, layer)}/{field}"
+                summaries[key] = float(value)
         for name, value in self.monitor.items():
             summaries[f"monitor/{name}"] = float(value)
         prefix = "eval/" if self.phase == "eval" else ""

@@ -278,19 +278,12 @@ def on_host(stats: Stats) -> dict[str, LogitStats]:
 # The record of a step: arrays [layers heads] that are read from the vector.
 
 
-def _spread(mean: np.ndarray, square: np.ndarray) -> np.ndarray:
-    """Returns the population standard deviation from a mean and a mean square."""
-    return np.sqrt(np.maximum(square - mean * mean, 0.0))
-
-
 # Numbers that are computed from merged ones: from which, and how. Those that are no recorded field serve only for this.
 COMPUTED: Mapping[str, tuple[tuple[str, ...], Callable[..., np.ndarray]]] = {
     "grad_over_eps": (
         ("query_grad_rms", "key_grad_rms", "eps"),
         lambda query, key, eps: np.minimum(query, key) / eps,
     ),
-    "lse_std": (("lse_mean", "lse_square"), _spread),
-    "gate_std": (("gate_mean", "gate_square"), _spread),
     "gain_bound": (("query_bound", "key_bound"), np.multiply),
 }
 # Statistics of the whole model, in STEP_FIELDS.

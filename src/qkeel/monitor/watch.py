@@ -83,7 +83,7 @@ def watch(
 
             These can be added to one of the above or to "all", as in "all+gates":
 
-            - `gates`: the mean and spread of each row's logsumexp and, for learned sinks, the sink's logit and the gate
+            - `gates`: the mean and the minimum of each row's logsumexp and, for learned sinks, the sink's logit and the gate
               σ(logsumexp - sink logit), computed in another pass over the logits of each measured training call; and
               the mean gate of each head's output, where that is multiplied by a sigmoid.
             - `updates`: the spectra of what each measured step adds to W_QᵀW_K, and the ratio of the step to the

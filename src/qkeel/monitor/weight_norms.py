@@ -20,7 +20,7 @@ from qkeel.monitor.numbers import Number, NumberKey, Numbers
 from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.guards import without_gradients
 from qkeel.patching.module_tables import ModuleTree
-from qkeel.sites.site import AttentionSite, HeadSlice, NormGain
+from qkeel.sites.site import AttentionSite, HeadSlice, NormGain, unique_slices
 
 # Entries of the weights of sites that are read as one tensor: 16 MB in float32.
 _TOGETHER = 1 << 22
@@ -41,13 +41,8 @@ def chains_of(site: AttentionSite) -> dict[str, list[Chain]]:
 
 
 def last_weights(chains: Sequence[Chain]) -> list[HeadSlice]:
-    """The weights whose rows belong to the heads, without duplicates."""
-    lasts: list[HeadSlice] = []
-    for *_, last in chains:
-        # The terms of an adapter share the weight that it is added to.
-        if not any(last.parameter == x.parameter and last.same(x) for x in lasts):
-            lasts.append(last)
-    return lasts
+    """The weights whose rows belong to the heads; the terms of an adapter share the weight that it is added to."""
+    return unique_slices([chain[-1] for chain in chains])
 
 
 def matrix(chains: Sequence[Chain], rows: RowsOfHeads) -> Tensor:

@@ -137,7 +137,8 @@ class ForwardPasses(Handle):
             self.tree.settle()
             is_compiled = lambda: compiled or self.tree.any_compiled()  # noqa: E731
             try:
-                # The pass may run inside one, and `before` may make extra passes.
+                # The pass may run inside a gradient checkpoint, which would count the tensors of the extra passes that
+                # `before` may make.
                 with outside_checkpoints():
                     self._guard(self._before, args, kwargs, is_compiled)
             finally:
@@ -237,11 +238,11 @@ class _Running:
     @property
     def abandoned(self) -> bool:
         """True if the call has ended without its end hook."""
+        # A thread that has ended runs nothing.
         return (
             self.frame is not None
             and self.thread == threading.get_ident()
             and not any(f is self.frame for f in running_frames())
-            # A thread that has ended runs nothing.
         ) or self.thread not in sys._current_frames()
 
 

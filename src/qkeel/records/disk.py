@@ -70,6 +70,10 @@ def replace_file(path: Path, data: bytes | bytearray) -> None:
 
     Raises:
         RunDirectoryError: the file cannot be written.
+
+    >>> replace_file(Path("notes.txt"), b"kept")
+    >>> Path("notes.txt").read_text()
+    'kept'
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
     kept = "Existing files are not lost. Make the directory writable, free some space on its disk, or choose another"

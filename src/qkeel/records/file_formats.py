@@ -374,7 +374,6 @@ _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "max": _largest,
     "min": _smallest,
     "mean": _mean,
-    "std": lambda values: np.sqrt(_mean(np.square(values - _mean(values)[..., None]))),
     # Σ [x > 0.3] / n over the n measured heads.
     "share_of_sinks": lambda values: _mean(
         np.where(np.isnan(values), np.nan, values > SINK_HEAD)
@@ -383,9 +382,7 @@ _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "gap_of_sinks": lambda values: (
         _mean(values, values > SINK_HEAD) - _mean(values, values <= SINK_HEAD)
     ),
-    "max_ratio": lambda values: _largest(values) / _median(values),
     "min_ratio": lambda values: _smallest(values) / _median(values),
-    "max_over_mean": lambda values: _largest(values) / _mean(values),
 }
 
 

@@ -54,12 +54,8 @@ class LayerField(Field):
     fold: Literal[
         "share_of_sinks",
         "max",
-        "min",
         "gap_of_sinks",
-        "max_ratio",
         "min_ratio",
-        "max_over_mean",
-        "std",
     ]
     column: str = ""
     per_layer: bool = False
@@ -264,17 +260,20 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "cos_mean": HeadField(
         "1", "mean cosine between queries and visible keys", "mean", count="n_products"
     ),
+    "softmax_gradient": HeadField(
+        "share",
+        "what the softmax passes back, Σ p (1 - p), as a share of uniform attention on the same keys, averaged over rows "
+        "with two or more keys: near 0, the head is saturated",
+        "mean",
+        count="n_free",
+        column="softmax grad",
+    ),
     "logit_change_rms": HeadField(
         "nats",
         "root mean square change of the logits caused by one step, on the same input",
         "max",
         column="logit change",
         per_layer=True,
-    ),
-    "logit_change_mean_abs": HeadField(
-        "nats",
-        "mean absolute change of the logits caused by one step, on the same input",
-        "max",
     ),
     "query_weight_norm": HeadField(
         "1", f"Frobenius norm of the head's query weight{_STORED}", "max"
@@ -326,9 +325,6 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "mean",
         column="lse",
     ),
-    "lse_std": HeadField(
-        "nats", "standard deviation of the logsumexp over query rows", "mean"
-    ),
     "lse_min": HeadField(
         "nats", "smallest logsumexp of a query row that sees a key", "min"
     ),
@@ -338,9 +334,6 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "weight that a sink leaves for the keys, sigmoid(logsumexp - sink logit), averaged over rows",
         "mean",
         column="gate",
-    ),
-    "gate_std": HeadField(
-        "share", "standard deviation of the gate over query rows", "mean"
     ),
     "output_gate": HeadField(
         "1",
@@ -447,41 +440,11 @@ LAYER_FIELDS: dict[str, LayerField] = {
         of="sink_share",
         fold="gap_of_sinks",
     ),
-    "entropy_head_std": LayerField(
-        "nats",
-        "standard deviation of the heads' entropies in a layer",
-        of="entropy",
-        fold="std",
-    ),
-    "entropy_head_min": LayerField(
-        "nats", "smallest entropy of a head in a layer", of="entropy", fold="min"
-    ),
-    "entropy_head_max": LayerField(
-        "nats", "largest entropy of a head in a layer", of="entropy", fold="max"
-    ),
-    "gate_max_ratio": LayerField(
-        "1",
-        "largest gate_mean of a head, divided by the median over heads",
-        of="gate_mean",
-        fold="max_ratio",
-    ),
     "gate_min_ratio": LayerField(
         "1",
         "smallest gate_mean of a head, divided by the median over heads; reveals a single closed gate",
         of="gate_mean",
         fold="min_ratio",
-    ),
-    "gate_std_ratio": LayerField(
-        "1",
-        "largest gate_std of a head, divided by the mean over heads; reveals a head that opens for only a few queries",
-        of="gate_std",
-        fold="max_over_mean",
-    ),
-    "lse_std_ratio": LayerField(
-        "1",
-        "largest lse_std of a head, divided by the mean over heads",
-        of="lse_std",
-        fold="max_over_mean",
     ),
 }
 
@@ -518,16 +481,6 @@ CLASS_FIELDS: dict[str, HeadField] = {
     ),
     "class_key_norm": HeadField(
         "1", "mean L2 norm of the keys of a class, for the head's group", "mean"
-    ),
-}
-
-# More values of a watched model; "block_output_norm/LAYER" is the value of one layer.
-VALUE_FIELDS: dict[str, Field] = {
-    "final_hidden_norm": Field(
-        "1", "mean L2 norm of the hidden states that enter the output layer"
-    ),
-    "block_output_norm": Field(
-        "1", "mean L2 norm of the hidden states that leave a block"
     ),
 }
 
@@ -733,12 +686,7 @@ def field_unit(name: str) -> str:
     >>> field_unit("entropy")
     'nats'
     """
-    field = (
-        LAYER_FIELDS.get(name)
-        or BLOCK_FIELDS.get(name)
-        or VALUE_FIELDS.get(name)
-        or head_field(name)
-    )
+    field = LAYER_FIELDS.get(name) or BLOCK_FIELDS.get(name) or head_field(name)
     return lookup("head field", HEAD_FIELDS, name).unit if field is None else field.unit
 
 
@@ -770,7 +718,7 @@ def of_layers(name: str) -> bool:
     >>> of_layers("block_output_rms"), of_layers("train_loss")
     (True, False)
     """
-    return name in BLOCK_FIELDS or name == "block_output_norm"
+    return name in BLOCK_FIELDS
 
 
 def explain_field(name: str) -> str:
@@ -791,7 +739,6 @@ def explain_field(name: str) -> str:
         **HEAD_FIELDS,
         **LAYER_FIELDS,
         **CLASS_FIELDS,
-        **VALUE_FIELDS,
         **BLOCK_FIELDS,
         **STEP_FIELDS,
         **TABLE_COLUMNS,

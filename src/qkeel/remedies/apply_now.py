@@ -335,7 +335,7 @@ def _sites(remedy: Remedy, bare: Target) -> tuple[Sites, ModelTrace | None]:
     """Returns the sites of a model, and the trace of the pass that revealed them, if there was one."""
     args, kwargs = bare.batch
     try:
-        return found_sites(bare.model, args, kwargs)
+        return found_sites(bare.model, args, kwargs, keeps=True)
     except RefusedError as error:
         if args or kwargs:
             raise

@@ -27,7 +27,7 @@ from qkeel.remedies.base import (
     unconfirmed,
 )
 from qkeel.remedies.spec_remedy import refuse_heads
-from qkeel.sites.site import AttentionSite, HeadSlice
+from qkeel.sites.site import AttentionSite, HeadSlice, unique_slices
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import Norm, NormedPart
 from qkeel.spec.slot import ParameterSizes, Params
@@ -124,10 +124,8 @@ def heads_of(
     if part != "v" and site.unverified and not site.reparametrised:
         raise RefusedError(str(unconfirmed(site)))
     by_branch: dict[str, list[HeadSlice]] = {}
-    for s in ways:
-        branch = by_branch.setdefault(_branch(s.parameter, site), [])
-        if not any(s.parameter == b.parameter and s.same(b) for b in branch):
-            branch.append(s)
+    for s in unique_slices(ways):
+        by_branch.setdefault(_branch(s.parameter, site), []).append(s)
     if not by_branch:
         refusal = quantised(site)
         why = site.why if refusal is None else refusal.reason

@@ -224,8 +224,8 @@ def _alarm_cards(run: Watched, of_run: str) -> list[Markup]:
             layer, head = alarm.get("layer"), alarm.get("head")
             place = "" if layer is None else f", {layer}"
             place += "" if layer is None or head is None else f" head {head}"
-            trend = f"; {alarm['trend']}" if alarm.get("trend") else ""
-            text = f"Step {alarm['step']:,}{place}: {alarm.get('meaning')}{trend}."
+            words = [alarm.get(name) for name in ("meaning", "trend", "effect")]
+            text = f"Step {alarm['step']:,}{place}: {'; '.join(filter(None, words))}."
             course.append(markup("<li>{}</li>", text))
         remedies = [a["remedy"] for a in _grave(alarms) or alarms if a.get("remedy")]
         fixes = [
@@ -357,7 +357,6 @@ VALUES = (
     "val_loss",
     "grad_norm",
     "lr",
-    "final_hidden_norm",
 )
 # Values in all lines of a page, about 600 KB.
 MAX_LINES = 120_000

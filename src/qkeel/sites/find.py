@@ -258,10 +258,10 @@ def find_sites(model: nn.Module, batch: object = None) -> Sites:
 
 
 def found_sites(
-    model: nn.Module, args: Args, kwargs: Kwargs
+    model: nn.Module, args: Args, kwargs: Kwargs, *, keeps: bool = False
 ) -> tuple[Sites, ModelTrace | None]:
-    """The sites of a model, and the trace of the pass in which they were found. The trace is None if there is no
-    example, if the model is split across processes, or if it is on the meta device."""
+    """The sites of a model, and the trace of the pass in which they were found, if it `keeps` one. The trace is None if
+    there is no example, if the model is split across processes, or if it is on the meta device."""
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(
             f"expected a torch.nn.Module to find attention in, got {type(model).__name__}"
@@ -273,7 +273,8 @@ def found_sites(
         if any(p.is_meta for p in model.parameters()):
             return bound(_searched(_with_values(model), args, kwargs)[0], model), None
         with whole_weights(model):
-            return _searched(model, args, kwargs)
+            sites, trace = _searched(model, args, kwargs, keeps=keeps)
+            return sites, trace if keeps else None
     own = own_sites(model)
     if not own:
         takes = inspect.signature(model.forward)
@@ -285,9 +286,11 @@ def found_sites(
     return Sites(own), None
 
 
-def _searched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, ModelTrace]:
+def _searched(
+    model: nn.Module, args: Args, kwargs: Kwargs, *, keeps: bool = False
+) -> tuple[Sites, ModelTrace]:
     own = own_sites(model)
-    trace = traced(model, args, kwargs, expected=not own)
+    trace = traced(model, args, kwargs, expected=not own, keeps=keeps)
     return Sites([*own, *trace.sites], trace.sites.missed, trace.sites.indexers), trace
 
 

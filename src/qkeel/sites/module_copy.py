@@ -74,14 +74,23 @@ def copy_of(
         elif weights is not None:
             memo[id(p)] = value
     for inner in module.modules():
+        # deepcopy is slow for tables, of which a module has many, nearly all of them empty.
+        memo |= {
+            id(table): type(table)()
+            for table in vars(inner).values()
+            if type(table) in (dict, collections.OrderedDict) and not table
+        }
         for x in reachable(vars(inner), _holds_state):
             # Teachers and averages of weights may stand in lists, beside the tree of modules.
             for beside in x if isinstance(x, (list, tuple)) else ():
                 if isinstance(beside, nn.Module):
                     memo |= {id(p): p for p in beside.parameters() if id(p) not in memo}
-            # Neither of the others can be copied.
+            # deepcopy fails for generators, and for tensors that are not leaves or not strided, so these get stand-ins.
             if isinstance(x, Generator):
                 memo[id(x)] = None
+            elif isinstance(getattr(type(x), "model_type", None), str):
+                # The configuration of a whole model of transformers, with hundreds of values.
+                memo[id(x)] = x
             elif isinstance(x, Tensor) and id(x) not in memo:
                 if x.layout is not torch.strided or x.is_quantized or x.is_nested:
                     memo[id(x)] = x

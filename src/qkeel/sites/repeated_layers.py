@@ -124,7 +124,8 @@ class KnownModule:
         with (
             extra_pass(copied),
             torch.inference_mode(False),
-            undisturbed(copied),
+            # Buffers and attributes are the copy's.
+            undisturbed(copied, modules=False),
             self._given.as_given(),
             suppress(EnoughError),
         ):

@@ -112,7 +112,7 @@ class SiteSearch:
             self.failure = RefusedError(
                 f"{wrapper} keeps its weights in flat pieces, which are whole only inside a forward"
             )
-        # Of the latest module that did not run.
+        # The error of the latest module that did not run.
         self._error: Exception | None = None
         self._model, self._cuts = model, cuts
         self._keeps, self._may_wait = keeps, may_wait
@@ -593,6 +593,7 @@ def traced(
     kwargs: Kwargs,
     *,
     expected: bool = True,
+    keeps: bool = True,
 ) -> ModelTrace:
     """Returns the trace of a pass over an example.
 
@@ -600,6 +601,7 @@ def traced(
         model: the model.
         args, kwargs: the example.
         expected: whether a pass without attention is an error.
+        keeps: whether the traces of its modules are kept, without which it holds sites alone.
 
     Raises:
         NoAttentionError: no attention was observed although it was `expected`.
@@ -608,13 +610,13 @@ def traced(
     model = uncompiled(model)
     check_devices(model, args, kwargs)
     with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
-        search = SiteSearch(model, keeps=True)
+        search = SiteSearch(model, keeps=keeps)
         observed = _ObservedPass(model, search)
         observed.run(args, kwargs)
         if not observed.has_expected_heads():
             # All of the tokens may show other heads than some of them.
             undo()
-            search = SiteSearch(model, cuts=False, keeps=True)
+            search = SiteSearch(model, cuts=False, keeps=keeps)
             observed = _ObservedPass(model, search)
             observed.run(args, kwargs)
     search.tell()

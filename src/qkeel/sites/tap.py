@@ -106,7 +106,7 @@ class Tap(Handle):
     in training mode counts as trained when it ends, if a gradient can reach its output.
 
     Activations that gradient checkpointing recomputes are counted once. Passes that end in an exception are not
-    counted, nor are passes over a batch without sequences or tokens; `empty` is the number of the latter.
+    counted, nor are passes over a batch without sequences or tokens.
 
     Args:
         model: the model to watch.
@@ -168,8 +168,6 @@ class Tap(Handle):
             True: PassSearch(),
             False: PassSearch(),
         }
-        # Passes over an empty batch.
-        self.empty = 0
         # Attention calls that were measured.
         self.calls_seen: dict[Phase, int] = {
             "train": 0,
@@ -332,7 +330,6 @@ class Tap(Handle):
         measured, counts = self._due(candidate, training)
         if self._by_step and not measured and not is_repeated:
             # Nobody asks for its role: steps are counted by the optimizer.
-            self.empty += is_empty(args, kwargs)
             return
         self._beginning = held = _HeldPass(
             training=training, counts=counts, candidate=candidate
@@ -341,7 +338,6 @@ class Tap(Handle):
         if is_repeated:
             held.role = PassRole.to_be_repeated()
         if is_empty(args, kwargs):
-            self.empty += 1
             return
         if self._keeps and candidate:
             first = self.tree.first_parameter()

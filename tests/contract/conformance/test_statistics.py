@@ -115,6 +115,9 @@ def _relative(
     seen = logits > -torch.inf
     count, first = seen.sum(-1), seen.int().argmax(-1, keepdim=True)
     p = weights.masked_fill(~seen, 0.0)
+    # Over the keys alone.
+    of_keys, _ = _distribution(p, False)
+    passed = (of_keys * (1 - of_keys)).sum(-1)
     p, taken = _distribution(p, sink)
     free = count >= 2
     relative = (torch.special.entr(p).sum(-1) + torch.special.entr(taken))[free]
@@ -122,6 +125,7 @@ def _relative(
     z = logits[seen]
     return {
         "normalized_entropy": _mean(relative),
+        "softmax_gradient": _mean((passed / (1 - 1 / count.to(p.dtype)))[free]),
         "sink_share": _mean(p.gather(-1, first)[free]),
         "logit_gap": _mean(
             (logits.amax(-1) - logits.masked_fill(~seen, 0.0).sum(-1) / count)[free]
@@ -388,6 +392,11 @@ def test_statistics_at_every_length_are_those_of_the_whole_matrix(
         "max_logit": z.amax((1, 2)),
         "entropy": entropy[:, rows].mean(1),
         "normalized_entropy": relative.mean(1)
+        if free.any()
+        else torch.zeros(2, dtype=z.dtype),
+        "softmax_gradient": ((p * (1 - p)).sum(-1) / (1 - 1 / n.double()))[
+            :, free
+        ].mean(1)
         if free.any()
         else torch.zeros(2, dtype=z.dtype),
         "sink_share": first[:, free].mean(1)

@@ -12,6 +12,7 @@ from tests.integrations.trainers.run import (
     rank,
     world,
 )
+from tests.training import adamw
 
 import qkeel
 from qkeel.integrations.lightning import QkeelCallback
@@ -29,7 +30,7 @@ class Module(L.LightningModule):
         return loss_of(self.model, tokens)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-5)
+        return adamw(self, 0.01, eps=1e-05)
 
     def on_fit_start(self):
         qkeel.apply(self.model, CLIP, self.trainer.optimizers[0], sites=self.sites)
@@ -52,6 +53,6 @@ def train(variant, folder):
         enable_model_summary=False,
         **several,
     )
-    loader = torch.utils.data.DataLoader(tokens, batch_size=BATCH // world())  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader(tokens, batch_size=BATCH // world())
     trainer.fit(module, loader)
     return outcome(module.model, watching.monitor)

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import torch
+from tests.attention import values
+from tests.drawing import randint
+from tests.training import adamw
 from torch import nn
 
 import qkeel
@@ -181,8 +184,8 @@ class Adapter(nn.Module):
     def __init__(self, base):
         super().__init__()
         self.base = base
-        self.a = nn.Linear(base.in_features, 4, bias=False)  # type: ignore[arg-type]
-        self.b = nn.Linear(4, base.out_features, bias=False)  # type: ignore[arg-type]
+        self.a = nn.Linear(base.in_features, 4, bias=False)
+        self.b = nn.Linear(4, base.out_features, bias=False)
 
     def forward(self, x):
         return self.base(x) + self.b(self.a(x))
@@ -200,14 +203,12 @@ def qlora(folder, watches):
             setattr(layer.self_attn, name, Adapter(base))
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
-    ids = torch.randint(
-        3, 64, (2 * STEPS, 12), generator=torch.Generator().manual_seed(1)
-    )
+    ids = randint(3, 64, (2 * STEPS, 12), seed=1)
     rows = [{"input_ids": row, "labels": row} for row in ids]
     trainer = transformers.Trainer(
         model,
         transformers.TrainingArguments(**arguments(folder)),
-        train_dataset=rows,  # type: ignore[arg-type]
+        train_dataset=rows,
     )
     return finished(trainer, watches)
 
@@ -234,9 +235,7 @@ def loop(
 
 
 def batches():
-    return torch.randint(
-        3, 64, (STEPS, 2, 12), generator=torch.Generator().manual_seed(1)
-    )
+    return randint(3, 64, (STEPS, 2, 12), seed=1)
 
 
 def nnsight(folder, watches):
@@ -244,7 +243,7 @@ def nnsight(folder, watches):
 
     inner, ids = llama(), batches()
     model = nnsight.NNsight(inner)
-    optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-2)
+    optimizer = adamw(inner, 0.01)
     saved = []
 
     def loss_of(step):
@@ -271,7 +270,7 @@ def transformer_lens(folder, watches):
         tokenizer=transformers.AutoTokenizer.from_pretrained(folder / "tokenizer"),
         device="cpu",
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model, 0.01)
     ids = batches()
     return loop(
         model, optimizer, lambda step: model(ids[step], return_type="loss"), watches
@@ -283,8 +282,8 @@ def fabric(folder, watches):
 
     fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
     inner, ids = llama(), batches()
-    optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-2)
-    model, optimizer = fabric.setup(inner, optimizer)  # type: ignore[assignment]
+    optimizer = adamw(inner, 0.01)
+    model, optimizer = fabric.setup(inner, optimizer)
 
     def loss_of(step):
         return model(input_ids=ids[step], labels=ids[step]).loss
@@ -367,7 +366,7 @@ def main(case, folder, *options):
     if monitor is not None:
         history = monitor.history
         recorded = history.steps.tolist(), {**history.heads}, monitor.sites.share
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = values(model)
     (folder / "result.pickle").write_bytes(pickle.dumps((losses, weights, recorded)))
 
 

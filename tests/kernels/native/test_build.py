@@ -1,14 +1,11 @@
 """What can go wrong between a source and a library, and what then happens."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import os
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -115,8 +112,8 @@ def test_the_compiler_is_given_the_processor_that_the_environment_names(
     ],
 )
 def test_the_warning_of_a_failed_compiler_has_its_first_error(
-    script: str, words: str, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    script, words, cache, monkeypatch
+):
     if "sleep" in script:
         monkeypatch.setattr(build, "LONGEST", 0.2)
     compiler(cache.parent, script, monkeypatch)
@@ -209,7 +206,7 @@ def test_two_processes_at_once_compile_once_and_agree(library, cache, monkeypatc
     # New interpreters: one that is forked was seen to compile in the name of the server that it came from.
     command = [sys.executable, "-W", "error", "-c", USE]
     pipes = {"stdout": subprocess.PIPE, "text": True}
-    running = [subprocess.Popen(command, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    running = [subprocess.Popen(command, **pipes) for _ in range(2)]
     first, second = [process.communicate(timeout=500)[0] for process in running]
     assert first == second
     assert first.startswith("True")

@@ -7,6 +7,7 @@ import torch
 from tests import forked
 from tests.kernels.harness import DTYPES, laid
 from tests.quick import one_in
+from torch.testing import assert_close
 
 from qkeel import reference
 from qkeel.errors import RefusedError
@@ -59,7 +60,7 @@ def taken(monkeypatch):
         return of_keys(self, call)
 
     def with_latents(*arguments):
-        out = of_latents(*arguments)  # type: ignore[arg-type]
+        out = of_latents(*arguments)
         calls.append(out is not None)
         return out
 
@@ -110,7 +111,7 @@ def of(
     spec=PLAIN,
     **more,
 ):
-    return make_call(spec, q, k, k[..., : shape[3]], **more)  # type: ignore[arg-type]
+    return make_call(spec, q, k, k[..., : shape[3]], **more)
 
 
 def check_latents(call, inverse, case=""):
@@ -168,7 +169,7 @@ def test_masks_windows_and_positions_hide_what_they_hide(shape, latent, taken):
     def check_with(spec=PLAIN, **options):
         if latent:
             return check_latents(of(shape, q, k, spec, **options), third, f"{options}")
-        return check(make_call(spec, q, k, third, **options), f"{options}")  # type: ignore[arg-type]
+        return check(make_call(spec, q, k, third, **options), f"{options}")
 
     padded = torch.rand(b, 1, 1, s) < 0.5
     padded[0, ..., :650] = False
@@ -227,7 +228,7 @@ def test_one_key_has_all_weight_and_two_have_those_worked_by_hand():
     assert torch.equal(op(q, k[:, :, :1], v[:, :, :1], *options), v[:, :, :1])
     k[:, :, 1] -= torch.log(torch.tensor(3.0)) / 8  # weights 3/4 and 1/4
     mean = 0.75 * v[:, :, :1] + 0.25 * v[:, :, 1:]
-    torch.testing.assert_close(op(q, k, v, *options), mean)
+    assert_close(op(q, k, v, *options), mean)
 
 
 def test_what_is_not_for_it_is_refused_and_left_to_others():
@@ -281,7 +282,7 @@ def test_a_module_of_latents_decodes_with_it_what_it_computes_at_once(cap, taken
     x, cache, outputs = torch.randn(2, 16, 64), module.new_cache(), []
     for start, end in ((0, 9), (9, 13), (13, 14), (14, 15), (15, 16)):
         outputs.append(module(x[:, start:end], cache=cache))
-    torch.testing.assert_close(torch.cat(outputs, 1), module(x), rtol=1e-5, atol=3e-6)
+    assert_close(torch.cat(outputs, 1), module(x), rtol=1e-5, atol=3e-6)
     assert taken == [True] * 4
 
 

@@ -3,11 +3,13 @@
 import copy
 import functools
 
-import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
+from tests.attention import from_heads
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jvp, vmap
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
@@ -242,7 +244,7 @@ def check(name, native, do, truth):
     tolerance = 0.03 if name == "autocast" else 2e-5
     for i, (ours, theirs) in enumerate(zip(do(), truth(), strict=True)):
         size = theirs.detach().abs().max().item() if theirs.numel() else 0.0
-        np.testing.assert_allclose(
+        assert_allclose(
             ours.detach().double().numpy(),
             theirs.detach().numpy(),
             rtol=tolerance,
@@ -254,7 +256,7 @@ def check(name, native, do, truth):
 def written_out(q, k, v, *, spec, params, seen):
     """In place of SpecModule.attend."""
     out = reference.attend_call(seen.call(spec, q, k, v, params)).out
-    return out.transpose(1, 2).flatten(2)
+    return from_heads(out)
 
 
 both_ways = pytest.mark.parametrize("native", ["1", "0"])
@@ -270,7 +272,7 @@ def test_a_module_is_right_or_says_why_not(name, native, monkeypatch):
         for gain in (module.q_norm, module.k_norm):
             gain.add_(0.2 * torch.randn(16))
     oracle, x = copy.deepcopy(module).double(), torch.randn(2, 12, 32)
-    oracle.attend = written_out  # type: ignore[method-assign]
+    oracle.attend = written_out
     check(name, native, lambda: do(module, x), lambda: do(oracle, x.double()))
 
 
@@ -390,4 +392,4 @@ def test_positions_that_are_no_numbers_see_nothing_by_either_path(
             monkeypatch.setenv("QKEEL_NATIVE", native)
             out, stats = attend(stats=True, **options)
             found.append((out, stats.max_logit, stats.n_pairs))
-        torch.testing.assert_close(*found, equal_nan=True)
+        assert_close(*found, equal_nan=True)

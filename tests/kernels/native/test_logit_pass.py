@@ -8,6 +8,7 @@ from tests.contract.conformance.cases import widened
 from tests.each_row import each_row
 from tests.kernels.drawn import drawn, mask_of_pairs
 from tests.packed_sequences import CASES, packed
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.capture.calls import flex_call
@@ -29,9 +30,7 @@ def torchs(call, threshold=1.0):
 def same(ours, theirs, fields, atol):
     for name in fields:
         values = getattr(ours, name), getattr(theirs, name)
-        torch.testing.assert_close(
-            *values, rtol=1e-5, atol=atol, equal_nan=True, msg=name
-        )
+        assert_close(*values, rtol=1e-5, atol=atol, equal_nan=True, msg=name)
 
 
 def check(call, case):
@@ -115,7 +114,7 @@ def test_calls_that_it_does_not_read_are_left_to_torch():
         z = z if visible is None else z.masked_fill(~visible, -torch.inf)
         assert z.max() > least
         for stats in (max_stats(call), logit_stats(call)):
-            torch.testing.assert_close(stats.max_logit, z.amax((0, 2, 3)))
+            assert_close(stats.max_logit, z.amax((0, 2, 3)))
 
 
 WHERE = ("q", "k", "hidden key", "uncounted row", "bias")

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.training import adamw, sgd, step
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
@@ -52,7 +54,7 @@ class Model(nn.Module):
 def trained(stats, impl="native", **options):
     """Statistics and every bit of three watched steps of two batches each."""
     model = Model(impl)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model, 0.01)
     monitor = None
     if stats is not None:
         monitor = qkeel.watch(model, optimizer, stats=stats, **options)
@@ -83,7 +85,7 @@ def test_maxima_cost_no_pass_and_change_no_bit(passes, mask):
     assert list(largest) == list(exact) == ["layers.0", "layers.1"]
     for name in exact:
         logits = largest[name].max_logit, exact[name].max_logit
-        torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5, check_dtype=False)
+        assert_close(*logits, rtol=1e-5, atol=1e-5, check_dtype=False)
 
 
 def test_maxima_of_other_kernels_take_a_pass(passes):
@@ -97,16 +99,15 @@ def test_qk_clip_takes_its_maxima_from_the_kernel(passes):
     for impl in ("chunked", "native"):
         torch.manual_seed(0)
         model = nn.Sequential(Attention(32, 4, impl=impl))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = sgd(model, 0.0)
         before = model.get_parameter("0.q_proj.weight").detach().clone()
         with qkeel.apply(model, "qk_clip:threshold=1.0", optimizer, batch=x):
             passes.clear()
-            model(x).sum().backward()
-            optimizer.step()
+            step(model, optimizer, x)
         weights.append(model.get_parameter("0.q_proj.weight").detach())
         assert not torch.equal(weights[-1], before)
         assert passes == ([] if impl == "native" else ["max_stats"])
-    torch.testing.assert_close(*weights)
+    assert_close(*weights)
 
 
 @pytest.mark.slow

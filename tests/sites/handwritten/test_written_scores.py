@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.attention import from_heads, to_heads
 from torch import nn
 
 from qkeel import find_sites
@@ -25,12 +26,10 @@ class Pieces(nn.Module):
         self.change, self.z = change, torch.empty(0)
 
     def forward(self, x):
-        q, k, v = (
-            p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v)
-        )
+        q, k, v = (to_heads(p(x), H, D) for p in (self.q, self.k, self.v))
         z = self.change(self, q, q @ k.mT * D**-0.5)
         self.z = z.detach()
-        return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return from_heads(z.softmax(-1) @ v)
 
 
 class Batched(Pieces):
@@ -41,14 +40,12 @@ class Batched(Pieces):
         self.beta = beta
 
     def forward(self, x):
-        q, k, v = (
-            p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v)
-        )
+        q, k, v = (to_heads(p(x), H, D) for p in (self.q, self.k, self.v))
         before = torch.zeros(len(x) * H, T, T, dtype=x.dtype).masked_fill(~SEEN, -1e9)
         z = torch.baddbmm(
             before, q.flatten(0, 1), k.flatten(0, 1).mT, beta=self.beta, alpha=D**-0.5
         )
-        return (z.view(len(x), H, T, T).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return from_heads(z.view(len(x), H, T, T).softmax(-1) @ v)
 
 
 @pytest.mark.parametrize(("beta", "pairs"), [(1.0, int(SEEN.sum())), (0.0, T * T)])

@@ -10,7 +10,7 @@ namespace qkeel {
 namespace {
 
 constexpr int64_t ROWS = 64;  // a block: one head's query rows whose q' is made at once
-enum Row { TOP, LOW, SPREAD, CAPPED, TOTAL, ABOVE, ENTROPY, FIRST, PRODUCT, ANGLE_TOP, ANGLE, QUERY, N_ROWS, EXTREMES = CAPPED };
+enum Row { TOP, LOW, SPREAD, CAPPED, TOTAL, ABOVE, ENTROPY, FIRST, GRADIENT, PRODUCT, ANGLE_TOP, ANGLE, QUERY, N_ROWS, EXTREMES = CAPPED };
 
 // The work space of a thread.
 struct Space {
@@ -115,6 +115,9 @@ void write_panel(const Work& w, Space& sp, const Panel& p, int64_t col, int64_t 
     Lanes cosine = lanes(p.angle_top + i) * along;
     cosine = cosine > 1.0f ? all(1.0f) : cosine < -1.0f ? all(-1.0f) : cosine;
     const Lanes first = exponential(larger(lanes(p.first + i) - reference, all(GONE))) / mass;
+    // 1 - Σp² over that of uniform attention, 1 - 1 / count. Rows with fewer than two keys are left out by whoever reads.
+    Lanes gradient = (1.0f - lanes(p.mass_squares + i) / (mass * mass)) * count / larger(count - 1.0f, all(1.0f));
+    gradient = gradient < 0.0f ? Lanes{} : gradient;
     const struct { Row field; Lanes x; } fields[] = {
         {TOP, or_nan(top, bad)},
         {LOW, or_nan(lanes(p.low + i), bad)},
@@ -124,6 +127,7 @@ void write_panel(const Work& w, Space& sp, const Panel& p, int64_t col, int64_t 
         {ABOVE, __builtin_convertvector(flags(p.above + i), Lanes)},
         {ENTROPY, or_nan(entropy, unweighted)},
         {FIRST, or_nan(first, unweighted)},
+        {GRADIENT, or_nan(gradient, unweighted)},
         {PRODUCT, root(squares)},
         {ANGLE_TOP, or_nan(cosine, angle != angle)},
         {ANGLE, cosines},

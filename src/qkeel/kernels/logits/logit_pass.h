@@ -24,16 +24,17 @@ inline bool any(Flags x) {
 
 // Running statistics of one panel. mass = Σ e^(z - reference), spread = Σ (z - reference) e^(z - reference), of capped
 // z, the reference a running maximum: the entropy is ln mass - spread / mass, without cancellation at any size of z.
+// mass_squares = Σ e^2(z - reference): of the weights, mass_squares / mass².
 // peak is the largest scale · q·k, without the mask's bias, and level the sum of these after the cap.
 struct Panel {
   alignas(64) float top[WIDE], low[WIDE], total[WIDE], squares[WIDE], z_squares[WIDE], angle_top[WIDE], angle[WIDE],
-      reference[WIDE], mass[WIDE], spread[WIDE], first[WIDE], peak[WIDE], level[WIDE];
+      reference[WIDE], mass[WIDE], mass_squares[WIDE], spread[WIDE], first[WIDE], peak[WIDE], level[WIDE];
   alignas(64) int32_t seen[WIDE], above[WIDE];
 
   void clear() {
     for (int64_t i = 0; i < WIDE; ++i) {
       top[i] = angle_top[i] = peak[i] = -INF, low[i] = INF, reference[i] = -NONE_LARGER;
-      total[i] = squares[i] = z_squares[i] = angle[i] = mass[i] = spread[i] = first[i] = level[i] = 0;
+      total[i] = squares[i] = z_squares[i] = angle[i] = mass[i] = mass_squares[i] = spread[i] = first[i] = level[i] = 0;
       seen[i] = above[i] = 0;
     }
   }
@@ -73,15 +74,16 @@ template <bool HIDES> void above(Panel& p, const Tile& t, int64_t i) {
 
 template <bool HIDES> void weights(Panel& p, const Tile& t, const float* z, Lanes top, int64_t i) {
   const Lanes old = lanes(p.reference + i), now = larger(top, old);
-  Lanes mass{}, spread{};
+  Lanes mass{}, mass_squares{}, spread{};
   for (int64_t j = 0; j < t.keys; ++j) {
     Lanes below = larger(lanes(z + j * WIDE + i) - now, all(GONE)), e = exponential(below);
     if constexpr (HIDES) e = where_off(e, flags(t.hidden + j * WIDE + i));
-    mass += e, spread += e * below;
+    mass += e, mass_squares += e * e, spread += e * below;
   }
   const Lanes fall = larger(old - now, all(GONE)), keep = exponential(fall), was = lanes(p.mass + i);
   put(p.reference + i, now);
   put(p.mass + i, keep * was + mass);
+  put(p.mass_squares + i, keep * keep * lanes(p.mass_squares + i) + mass_squares);
   put(p.spread + i, keep * (lanes(p.spread + i) + was * fall) + spread);
 }
 

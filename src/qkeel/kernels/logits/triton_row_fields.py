@@ -3,7 +3,8 @@
 The pass computes only one of attention's two matrix products, and needs neither the values nor a T×T matrix. It returns
 what the compiled pass on a CPU returns (`kernels.logits.compiled`): the fields of `functional.statistics.ROW_FIELDS`
 in one tensor. The entropy is updated together with the sum of exponentials while the maximum grows: W ← f (W + L (M -
-M')), L ← f L, f = e^(M - M'); H = ln L - W / L. So nothing cancels at large logits.
+M')), L ← f L, f = e^(M - M'); H = ln L - W / L. So nothing cancels at large logits. The sum of squared exponentials
+fades by f².
 
 Shapes: b batch, h query heads, g key heads, t queries, s keys, d dimensions per head.
 """
@@ -77,6 +78,7 @@ def _add(
     most,
     mass,
     along,
+    mass_squares,
     total,
     level,
     above,
@@ -91,8 +93,8 @@ def _add(
 ):
     """Adds a tile of keys to the running statistics of the rows; with ALL, every key is seen.
 
-    `most`, `mass` and `along` refer to logits in units of ln 2. All weights of a tile are relative to the same rounded
-    maximum, so its rounding cancels from the entropy.
+    `most`, `mass`, `along` and `mass_squares` refer to logits in units of ln 2. All weights of a tile are relative to
+    the same rounded maximum, so its rounding cancels from the entropy.
     """
     # Triton's default for float32 is TF32, which would round q and k to 10 bits.
     products = tl.dot(x, y, input_precision="ieee")
@@ -156,6 +158,7 @@ def _add(
     # What was summed under the former maximum counts less now.
     fade = tl.exp2(was - base)
     along = fade * (along + mass * (was - base)) + tl.sum(p * away, 1)
+    mass_squares = fade * fade * mass_squares + tl.sum(p * p, 1)
     mass = fade * mass + tl.sum(p, 1)
     return (
         top,
@@ -163,6 +166,7 @@ def _add(
         new,
         mass,
         along,
+        mass_squares,
         total,
         level,
         above,
@@ -242,7 +246,8 @@ def _fields(
     nothing = tl.zeros([ROWS], tl.float32)
     top = nothing + float("-inf")
     low, most = -top, top
-    mass, along, total, squares, level = nothing, nothing, nothing, nothing, nothing
+    mass, along, mass_squares = nothing, nothing, nothing
+    total, squares, level = nothing, nothing, nothing
     widest, cosines = top, nothing
     above, seen_keys = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32)
     first = tl.zeros([ROWS], tl.int32) + (_NONE if MASK else 0)
@@ -265,6 +270,7 @@ def _fields(
             most,
             mass,
             along,
+            mass_squares,
             total,
             level,
             above,
@@ -287,6 +293,7 @@ def _fields(
             most,
             mass,
             along,
+            mass_squares,
             total,
             level,
             above,
@@ -325,6 +332,7 @@ def _fields(
             most,
             mass,
             along,
+            mass_squares,
             total,
             level,
             above,
@@ -347,6 +355,7 @@ def _fields(
             most,
             mass,
             along,
+            mass_squares,
             total,
             level,
             above,
@@ -380,12 +389,15 @@ def _fields(
     logs = tl.log(tl.where(full, mass, 1.0))
     spread = logs - along / tl.where(full, mass, 1.0) * _LN_2
     weight = tl.exp2(z - tl.where(sees_a_key, most, 0.0)) / tl.where(full, mass, 1.0)
+    of_squares = mass_squares / tl.where(full, mass * mass, 1.0)
     unknown = lost & (top != float("inf"))
     best = tl.where(
         sees_a_key, capped(tl.where(sees_a_key, top, 0.0), cap, CAP), float("-inf")
     )
     cosine, turned = tl.where(sees_a_key, widest, 0.0) * inverse, cosines * inverse
     count = seen_keys.to(tl.float32)
+    # 1 - Σp² over that of uniform attention, 1 - 1 / count. Rows with fewer than two keys are left out by whoever reads.
+    gradient = (1.0 - of_squares) * count / tl.maximum(count - 1.0, 1.0)
     # Without a cap, the sum of what enters the softmax is that of the logits.
     mean = (level if CAP else total * factor) / tl.where(sees_a_key, count, 1.0)
     apart = tl.where(sees_a_key, best - mean, float("-inf"))
@@ -399,16 +411,21 @@ def _fields(
     entropy = tl.where(bad | (spread != spread), nan, tl.where(spread > 0, spread, 0.0))
     tl.store(to + 6 * rows_in_all, entropy, mask=ok)
     tl.store(to + 7 * rows_in_all, tl.where(bad, nan, tl.minimum(weight, 1.0)), mask=ok)
-    tl.store(to + 8 * rows_in_all, tl.sqrt(squares), mask=ok)
     tl.store(
-        to + 9 * rows_in_all,
+        to + 8 * rows_in_all,
+        tl.where(bad, nan, tl.minimum(tl.maximum(gradient, 0.0), 1.0)),
+        mask=ok,
+    )
+    tl.store(to + 9 * rows_in_all, tl.sqrt(squares), mask=ok)
+    tl.store(
+        to + 10 * rows_in_all,
         tl.where(lost, nan, tl.minimum(tl.maximum(cosine, -1.0), 1.0)),
         mask=ok,
     )
     # Keeps NaN.
     turned = tl.where(turned > count, count, tl.where(turned < -count, -count, turned))
-    tl.store(to + 10 * rows_in_all, turned, mask=ok)
-    tl.store(to + 11 * rows_in_all, norm, mask=ok)
+    tl.store(to + 11 * rows_in_all, turned, mask=ok)
+    tl.store(to + 12 * rows_in_all, norm, mask=ok)
     tl.store(counts + of * times + row, seen_keys.to(tl.int64), mask=ok)
 
 
@@ -439,7 +456,7 @@ def row_fields(
         cap: cap of a softcap, or None.
         keys: True where a key may be visible, for all sequences or for each.
     """
-    assert len(ROW_FIELDS) == 12
+    assert len(ROW_FIELDS) == 13
     b, h, t, d = q.shape
     g, s = k.shape[1:3]
     q, k = dense(q), dense(k)
@@ -448,7 +465,7 @@ def row_fields(
         wide
     ]
     norms = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)
-    # Of a key of zeros all products are 0.
+    # A key of zeros has only products of 0; the clamp keeps its inverse norm finite.
     inverse = norms.clamp_min(torch.finfo(torch.float32).tiny).reciprocal()
     fields = q.new_empty((len(ROW_FIELDS), b, h, t), dtype=torch.float32)
     counts = q.new_empty((b, h, t), dtype=torch.int64)

@@ -161,7 +161,7 @@ def backward_shapes(
 def _logit_rows_shapes(
     q: Tensor, k: Tensor, *_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = q.new_empty(12, *q.shape[:3], dtype=torch.float32)
+    rows = q.new_empty(13, *q.shape[:3], dtype=torch.float32)
     return (
         rows,
         q.new_empty(q.shape[:3], dtype=torch.int64),

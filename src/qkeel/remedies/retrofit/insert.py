@@ -178,9 +178,7 @@ def _fit(
         balance.descend(gains, reference.distance, iterations)
         if best.offer():
             balanced = measured.gap()
-    return RetrofitReport(
-        old_loss=measured.loss, naive=naive, fitted=fitted, balanced=balanced
-    )
+    return RetrofitReport(naive=naive, fitted=fitted, balanced=balanced)
 
 
 def _norm_remedy(remedy: str | QKNorm) -> QKNorm:

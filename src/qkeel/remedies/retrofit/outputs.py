@@ -18,11 +18,6 @@ from qkeel.remedies.retrofit.report import Gap
 # What the outputs are: scores of classes, compared by KL, or numbers and channels, compared by squared error.
 OutputKind = Literal["classes", "numbers"]
 
-# a target that cross_entropy leaves out.
-_IGNORED = -100
-# Arguments of the same shape as the tokens.
-_NOT_TOKENS = ("attention_mask", "position_ids", "token_type_ids")
-
 
 def by_name(model: nn.Module, batch: Arguments) -> Arguments:
     """The batch with its positional arguments by name if forward names them all, as masks are known by their names."""
@@ -94,30 +89,6 @@ def held_out(
     return [cut(0, first)], [cut(first, rows)], f"{rows - first} of {rows} sequences"
 
 
-def next_tokens(logits: Tensor, batch: Arguments) -> Tensor | None:
-    """Returns the tokens [b t-1] that logits [b t vocabulary] predict, -100 where padding or a label leaves one out."""
-    tokens = batch[1].get("input_ids")
-    if tokens is None:
-        others = {name: x for name, x in batch[1].items() if name not in _NOT_TOKENS}
-        for x in tensors((batch[0], others)):
-            if not x.is_floating_point() and x.ndim == 2:
-                tokens = x
-                break
-    if (
-        not isinstance(tokens, Tensor)
-        or logits.ndim != 3
-        or logits.shape[:2] != tokens.shape
-        or tokens.shape[1] < 2
-    ):
-        return None
-    targets = tokens.long()
-    for name, left_out in (("attention_mask", 0), ("labels", _IGNORED)):
-        marks = batch[1].get(name)
-        if isinstance(marks, Tensor) and marks.shape == tokens.shape:
-            targets = targets.masked_fill(marks == left_out, _IGNORED)
-    return targets[:, 1:]
-
-
 @final
 class Reference:
     """The old model's outputs on some batches, with which a changed model is compared.
@@ -133,26 +104,13 @@ class Reference:
         values = torch.cat([output.flatten().double() for output in self.old])
         # Outputs that are all equal have no variance to divide by.
         self._variance = float(values.var(correction=0)) or 1.0
-        self.loss = self._loss(self.old)  #: the old model's next-token loss
 
     def distance(self) -> Tensor:
         """Returns the distance of the model's current state, averaged over the tokens of all batches, with
         gradients."""
-        return self._distance([predictions(self.model, b) for b in self.batches])
-
-    @torch.no_grad()
-    def gap(self) -> Gap:
-        """Returns the gap of the model's current state on all batches, per token."""
-        outputs = [predictions(self.model, batch) for batch in self.batches]
-        distance, loss = float(self._distance(outputs)), self._loss(outputs)
-        change = None if loss is None or self.loss is None else loss - self.loss
-        if self.kind == "classes":
-            return Gap(kl=distance, loss=change)
-        return Gap(kl=math.nan, error=distance, loss=change)
-
-    def _distance(self, outputs: Sequence[Tensor]) -> Tensor:
         sums, counts = [], []
-        for old, new, batch in zip(self.old, outputs, self.batches):
+        for old, batch in zip(self.old, self.batches):
+            new = predictions(self.model, batch)
             old, new = (x.to(wide(x.dtype)) for x in (old, new))
             if self.kind == "classes":
                 p, q = (x.log_softmax(-1) for x in (old, new))
@@ -167,19 +125,10 @@ class Reference:
             counts.append(mask.sum())
         return torch.stack(sums).sum() / torch.stack(counts).sum().clamp_min(1)
 
-    def _loss(self, outputs: Sequence[Tensor]) -> float | None:
-        total = count = 0.0
-        for logits, batch in zip(outputs, self.batches):
-            targets = next_tokens(logits, batch)
-            if targets is None:
-                return None
-            predicted = logits[:, :-1].flatten(0, 1)
-            total += float(
-                nn.functional.cross_entropy(
-                    predicted.to(wide(predicted.dtype)),
-                    targets.flatten(),
-                    reduction="sum",
-                )
-            )
-            count += int((targets != _IGNORED).sum())
-        return total / count if count else None
+    @torch.no_grad()
+    def gap(self) -> Gap:
+        """Returns the gap of the model's current state on all batches, per token."""
+        distance = float(self.distance())
+        if self.kind == "classes":
+            return Gap(kl=distance)
+        return Gap(kl=math.nan, error=distance)

@@ -15,8 +15,6 @@ class Gap:
     kl: float
     #: mean squared difference of the outputs, divided by the variance of the old ones; None if the outputs are classes
     error: float | None = None
-    #: change in the next-token loss, new minus old, in nats per token; None for models without such a loss
-    loss: float | None = None
 
     @property
     def distance(self) -> float:
@@ -24,10 +22,9 @@ class Gap:
         return self.kl if self.error is None else self.error
 
     def __str__(self) -> str:
-        distance = f"KL {self.kl:.4g}"
         if self.error is not None:
-            distance = f"squared error {self.error:.4g} of the variance"
-        return distance if self.loss is None else f"{distance}, loss {self.loss:+.4g}"
+            return f"squared error {self.error:.4g} of the variance"
+        return f"KL {self.kl:.4g}"
 
 
 @final
@@ -35,8 +32,6 @@ class Gap:
 class RetrofitReport:
     """The gap to the old model after each stage of a retrofit."""
 
-    #: next-token loss of the old model in nats; None for models without such a loss
-    old_loss: float | None
     naive: Gap  #: with initial gains
     fitted: Gap  #: with fitted gains
     balanced: (
@@ -55,8 +50,6 @@ class RetrofitReport:
             if self.held_out
             else "measured on the data that was fitted: one sequence leaves nothing to hold out"
         ]
-        if self.old_loss is not None:
-            lines.append(f"loss before {self.old_loss:.4g}")
         lines += [f"naive insertion: {self.naive}", f"gains fitted:    {self.fitted}"]
         if self.balanced is not None:
             lines.append(f"q, k balanced:   {self.balanced}")

@@ -264,7 +264,7 @@ Three logit_rows_(Tensor q, Tensor k, Tensor scale, Maybe low, Maybe high, Maybe
   const Array queries = dense(q), keys = dense(k), by_row = array(scale), from = array(low), to = array(high), shown = array(mask);
   check_rows(queries, keys, by_row, from, to, shown);
   const int64_t b = queries.size[0], h = queries.size[1], t = queries.size[2];
-  Tensor rows = dense_tensor({12, b, h, t}), norms = dense_tensor({b, keys.size[1], keys.size[2]});
+  Tensor rows = dense_tensor({13, b, h, t}), norms = dense_tensor({b, keys.size[1], keys.size[2]});
   Tensor counts = dense_tensor({b, h, t}, aoti_torch_dtype_int64());
   logit_rows(queries, keys, by_row, from, to, shown, float(cap), float(threshold), array(rows), array(counts), array(norms));
   return {rows, counts, norms};
