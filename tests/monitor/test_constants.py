@@ -15,6 +15,7 @@ from torch import nn
 import qkeel
 from qkeel.autopilot import Action, Ladder, Records, SiteFacts
 from qkeel.frames.run_verdict import judge_run
+from qkeel.metrics.run_scalars import bound_signs
 from qkeel.monitor import Ceiling, History, replay
 from qkeel.records import Heads
 from qkeel.spec import ALiBi, AttentionSpec, LogN, RMSNorm, Rope, SlidingWindow, Softcap
@@ -160,6 +161,25 @@ def test_the_line_and_the_autopilot_fit_a_head_with_a_constant(spread, top, line
     taken = [x.action for x in decisions if x.action is not Action.WATCH]
     names = {"qk_clip": Action.CLIP, "lalr": Action.RATES}
     assert taken == [names[line] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("logit", "spread", "sign"),
+    [
+        # A spread that is small anyway is not flattened.
+        (10.0, 0.5, 0),
+        (40.0, 3.0, 0),
+        (40.0, 2.5, 1),
+        # Near the bound, growth alone brings a head over it.
+        (14.0, 50.0, 0),
+        (12.0, 50.0, -1),
+        (math.nan, 50.0, 0),
+    ],
+)
+def test_a_clip_to_15_leaves_a_nat_and_acts_on_what_a_constant_does_not_hold_down(
+    logit, spread, sign
+):
+    assert bound_signs(np.array([logit]), np.array([spread]), 15.0).tolist() == [sign]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from tests.attention import Attention, fused_causal, written_causal
@@ -11,7 +12,10 @@ from tests.sites.test_logit_sample import WORDS
 from torch import nn
 
 import qkeel
-from qkeel.monitor import Ceiling
+from qkeel.monitor import Ceiling, History, replay
+from qkeel.monitor.kept_logits import KeptLogits
+from qkeel.spec import AttentionSpec
+from qkeel.spec.call import make_call
 
 SIZE = 32
 
@@ -115,3 +119,18 @@ def test_nothing_is_said_where_a_line_has_no_bound_or_the_layer_was_not_kept():
     rule = Ceiling(threshold=100.0, remedy="lower the rate")
     (alarm,) = raised(model_of(False, fused_causal), x, 20.0, [rule]).alarms
     assert alarm.effect == ""
+
+
+@pytest.mark.parametrize(("n_heads", "says"), [(2, True), (4, False)])
+def test_heads_of_another_process_are_not_taken_for_those_of_the_call(n_heads, says):
+    logits, kept = np.full((1, 1, n_heads), 200.0), KeptLogits()
+    history = History(
+        steps=np.arange(1), values={}, heads={"max_logit": logits}, layers=("a",)
+    )
+    kept.choose(history)
+    q = 20 * torch.randn(1, 2, 9, 8)
+    kept.see("b", make_call(AttentionSpec(), q, q, q))
+    (alarm,) = replay(history, [Ceiling(threshold=100.0)])
+    assert kept.effect(alarm, history) == ""
+    kept.see("a", make_call(AttentionSpec(), q, q, q))
+    assert bool(kept.effect(alarm, history)) is says

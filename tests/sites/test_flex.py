@@ -1,12 +1,11 @@
 """flex_attention is seen under any name, compiled or not, with the statistics of what its score_mod and masks make."""
 
 import functools
-import math
 from collections.abc import Callable
 
 import pytest
 import torch
-from tests.attention import Joint
+from tests.attention import Joint, scores
 from tests.drawing import randn
 from tests.quick import one_in
 from torch import Tensor, nn
@@ -90,31 +89,27 @@ def parts(case):
     return tuple(3 * torch.randn(B, n, T, D, generator=generator) for n in (H, G, G))
 
 
+def over_pairs(mod, *scores):
+    """What a function of the score of a pair and its b, h, i, j makes of all pairs, one by one."""
+    for place in (3, 2, 1, 0):
+        dims = [0 if i == place else None for i in range(4)]
+        mod = torch.vmap(mod, (*[0] * len(scores), *dims))
+    return mod(*scores, *map(torch.arange, (B, H, T, T)))
+
+
 def oracle(case, q, k):
-    """Largest logit, mean entropy and number of pairs per head, element by element in float64."""
+    """Largest logit, mean entropy and number of pairs per head in float64."""
     score_mod, mask = CASES[case]
-    top, entropy, pairs = (
-        torch.full((H,), -torch.inf).double(),
-        torch.zeros(H).double(),
-        torch.zeros(H),
-    )
-    rows = torch.zeros(H)
-    for b, h, i in ((b, h, i) for b in range(B) for h in range(H) for i in range(T)):
-        z = []
-        for j in range(T):
-            at = [torch.tensor(x) for x in (b, h, i, j)]
-            if mask is None or mask.mask_mod(*at):
-                s = q[b, h, i].double() @ k[b, h // (H // G), j].double() / math.sqrt(D)
-                s = s if score_mod is None else score_mod(s, *at)
-                if s > -9e3:
-                    z.append(s)
-        if z:
-            row = torch.stack(z).double()
-            top[h] = torch.maximum(top[h], row.max())
-            entropy[h] += torch.distributions.Categorical(logits=row).entropy()
-            pairs[h] += len(z)
-            rows[h] += 1
-    return top, entropy / rows, pairs
+    z = scores(q.double(), k.double())
+    if score_mod is not None:
+        z = over_pairs(score_mod, z)
+    seen = z > -9e3
+    if mask is not None:
+        seen = seen & over_pairs(mask.mask_mod)
+    z = z.masked_fill(~seen, -torch.inf)
+    entropy = torch.special.entr(z.softmax(-1).nan_to_num()).sum((0, 2, 3))
+    rows = seen.any(-1).sum((0, 2))
+    return z.amax((0, 2, 3)), entropy / rows, seen.sum((0, 2, 3))
 
 
 class Flex(nn.Module):

@@ -14,6 +14,7 @@ from tests.contract.conformance.cases import widened
 from tests.kernels.drawn import drawn, mask_of_pairs
 from tests.quick import one_in
 
+from qkeel.capture.calls import HeadLayout
 from qkeel.reference import attend_call
 from qkeel.sites import logit_sample
 from qkeel.sites.logit_sample import LogitSample
@@ -103,6 +104,10 @@ def test_a_long_row_leaves_fewer_rows_and_what_has_no_softmax_over_keys_has_no_s
     params = sink.init_params(4, 4, 8)
     assert LogitSample.of(make_call(sink, q, q, q, params=params)) is None
     assert LogitSample.of(make_call(AttentionSpec(), q[:, :, :0], q, q)) is None
+    # One head of several, which are computed one by one.
+    single = HeadLayout(groups=("b", "t", "s"), headless=True)
+    written = by_hand(make_call(AttentionSpec(), q, q, q))
+    assert LogitSample.of(dataclasses.replace(written, layout=single)) is None
 
 
 def test_what_a_program_does_to_its_scores_afterwards_is_not_seen():

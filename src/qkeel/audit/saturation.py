@@ -70,7 +70,11 @@ class LargestWeights:
 
 
 def least_gradient(scale: float) -> float:
-    """The `softmax_gradient` under which a head is saturated, by the factor on q·k times √head_dim; NaN if not known."""
+    """The `softmax_gradient` under which a head is saturated, by the factor on q·k times √head_dim; NaN if not known.
+
+    >>> least_gradient(1.0), least_gradient(16.0)
+    (0.02, 0.25)
+    """
     return LEAST_GRADIENT_OF_SCALE if scale >= UNUSUAL else LEAST_GRADIENT
 
 
