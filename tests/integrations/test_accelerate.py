@@ -45,12 +45,10 @@ def test_a_remedy_takes_the_prepared_optimizer_where_weights_may_be_split(monkey
     monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
     net = Net()
     accelerator = accelerate.Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(
-        net, torch.optim.SGD(net.parameters(), lr=0.1)
-    )
+    model, optimizer = accelerator.prepare(net, sgd(net))
     before = net.attention.in_proj_weight.detach().clone()
-    with apply(model, "qk_lr:factor=0", optimizer, batch=torch.randn(2, 4, 8)):
-        accelerator.backward(model(torch.randn(2, 4, 8)))
+    with apply(model, "qk_lr:factor=0", optimizer, batch=randn(2, 4, 8)):
+        accelerator.backward(model(randn(2, 4, 8)))
         optimizer.step()
     moved = (net.attention.in_proj_weight != before).any(1)
     assert not moved[:16].any()
