@@ -1,11 +1,14 @@
 """Accelerate needs no door of its own: watch() takes what prepare() gives."""
 
+import sys
+from types import ModuleType
+
 import pytest
 from tests.drawing import randn
 from tests.training import sgd
 from torch import nn
 
-from qkeel import watch
+from qkeel import apply, watch
 from qkeel.records import RunDirectory
 
 accelerate = pytest.importorskip("accelerate")
@@ -35,3 +38,18 @@ def test_steps_are_those_that_accumulated_gradients_lead_to(tmp_path):
                 optimizer.zero_grad()
     metrics = RunDirectory(tmp_path / "run").metrics()
     assert [record["step"] for record in metrics] == [0, 1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_remedy_takes_the_prepared_optimizer_where_weights_may_be_split(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    net = Net()
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(net, sgd(net))
+    before = net.attention.in_proj_weight.detach().clone()
+    with apply(model, "qk_lr:factor=0", optimizer, batch=randn(2, 4, 8, seed=0)):
+        accelerator.backward(model(randn(2, 4, 8, seed=0)))
+        optimizer.step()
+    moved = (net.attention.in_proj_weight != before).any(1)
+    assert not moved[:16].any()
+    assert moved[16:].all()

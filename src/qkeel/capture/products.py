@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qkeel.patching.autograd import base_of
+from qkeel.patching.autograd import base_of, is_wrapper
 from qkeel.patching.modes import Args, Kwargs
 
 PRODUCTS = frozenset({"matmul", "mm", "bmm", "baddbmm", "einsum"})
@@ -144,6 +144,9 @@ def read_product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product 
     if len(factors) != 2 or not all(
         isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 for x in factors
     ):
+        return None
+    # A layer in 8-bit floats multiplies tensors of its own, which may support nothing but that product.
+    if any(is_wrapper(x) and type(x).__name__ != "DTensor" for x in factors):
         return None
     first, second = factors
     # A matrix may be a table, such as the weight of a language model's head in another precision, or, where both are

@@ -30,7 +30,11 @@ from qkeel.remedies.base import (
     where,
 )
 from qkeel.remedies.head_weights import check_weights, held_first
-from qkeel.remedies.idle_steps import notice_idle_steps
+from qkeel.remedies.idle_steps import (
+    changes_of,
+    notice_idle_steps,
+    notice_replaced_modules,
+)
 from qkeel.remedies.optimizer_trials import innermost
 from qkeel.remedies.output_head import ZLoss
 from qkeel.remedies.processes import (
@@ -40,6 +44,7 @@ from qkeel.remedies.processes import (
     check_peers,
     check_wrapper,
     refused_when_flattened,
+    with_hook,
 )
 from qkeel.remedies.step_remedy import StepRemedy
 from qkeel.remedies.untrained_parameters import notice_untrained
@@ -152,6 +157,7 @@ def _apply_all(
         for target in _by_optimizer(remedy, target_of_all, optimizers):
             # Compared afterwards: a wrapper reduces no gradients of parameters that it has not seen.
             before = dict(bare.model.named_parameters())
+            unchanged = changes_of(bare.model)
             inner = remedy.apply(target)
             try:
                 inner = check_added(remedy.name, target, before, inner)
@@ -167,6 +173,9 @@ def _apply_all(
             except BaseException:
                 inner.remove()
                 raise
+            if not remedy.on_steps:
+                replaced = notice_replaced_modules(bare.model, unchanged, remedy.name)
+                inner = with_hook(inner, replaced)
             yield _recorded(remedy, target, inner, before)
 
 

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from qkeel import distributed as dist
 from qkeel.capture.example import Arguments, copied, undisturbed
 from qkeel.deprecation import warn
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
 from qkeel.options import Bound, Term, annotations, check_bound, checked
+from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.forward import extra_pass
 from qkeel.remedies.optimizer_trials import check_one_optimizer, innermost
 from qkeel.sites.site import APPLIED, AttentionSite, HeadSlice
@@ -214,17 +216,18 @@ def compose_all(handles: Iterable[Handle]) -> Handle:
 
 
 def quantised(site: AttentionSite) -> Refusal | None:
-    """Returns the refusal to change weights that are stored as integers, or None if there are none in the attention."""
+    """Returns the refusal to change weights that are stored in other numbers than they are used in, such as integers, or
+    None if there are none in the attention."""
     kinds = {
         type(p).__name__
         for p in site.module.parameters()
-        if not p.is_floating_point() and not p.is_complex()
+        if is_wrapper(dist.local(p)) or not (p.is_floating_point() or p.is_complex())
     }
     if not kinds:
         return None
     return Refusal(
-        f"weights of its heads are quantised ({', '.join(sorted(kinds))}), and rows of integers cannot be scaled",
-        "load the model without quantization, as in from_pretrained(..., dtype=torch.bfloat16); "
+        f"weights of its heads are quantised ({', '.join(sorted(kinds))}), and rows of such weights cannot be scaled",
+        "apply it to a model that is not quantised, as from_pretrained(..., dtype=torch.bfloat16) loads it; "
         "qkeel.watch(model, optimizer) measures the logits of a quantised model",
     )
 

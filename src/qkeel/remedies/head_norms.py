@@ -19,7 +19,13 @@ from qkeel import distributed as dist
 from qkeel.errors import RefusedError
 from qkeel.patching.autograd import mark_as_norm
 from qkeel.patching.module_forward import InstanceForward
-from qkeel.remedies.base import Args, Kwargs, module_name, unconfirmed
+from qkeel.remedies.base import (
+    Args,
+    Kwargs,
+    module_name,
+    quantised,
+    unconfirmed,
+)
 from qkeel.remedies.spec_remedy import refuse_heads
 from qkeel.sites.site import AttentionSite, HeadSlice, unique_slices
 from qkeel.spec.logits import Scale
@@ -121,9 +127,9 @@ def heads_of(
     for s in unique_slices(ways):
         by_branch.setdefault(_branch(s.parameter, site), []).append(s)
     if not by_branch:
-        raise refuse_heads(
-            f"it is not known which weights produce the {side} ({site.why})"
-        )
+        refusal = quantised(site)
+        why = site.why if refusal is None else refusal.reason
+        raise refuse_heads(f"it is not known which weights produce the {side} ({why})")
     names = ", ".join(
         sorted({s.parameter for slices in by_branch.values() for s in slices})
     )

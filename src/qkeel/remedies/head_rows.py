@@ -73,7 +73,8 @@ class HeadRows:
         columns: dict[int, tuple[Tensor, HeadSlice, list[Tensor]]] = {}
         for tensor, s, indices in shares:
             is_column = tensor.ndim > 1 and s.axis == 1
-            n = math.prod(tensor.shape[1:]) if is_column else tensor.shape[0]
+            sizes = tensor.shape[1:] if is_column else tensor.shape[:1]
+            n = math.prod(sizes)
             columns.setdefault(id(tensor), (tensor, s, []))[2].extend(
                 s.lines(factors, n, nobody=last) for factors in indices.unbind(1)
             )

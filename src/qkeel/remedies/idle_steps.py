@@ -1,10 +1,10 @@
-"""Notices that a remedy for optimizer steps no longer acts, or not on all: another optimizer trains, the weights were
-replaced, or attention was added to the model."""
+"""Notices that a remedy no longer acts, or not on all: another optimizer trains, the weights were replaced, attention was
+added to the model, or the modules that a remedy had changed are no longer in it."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -18,7 +18,11 @@ from qkeel.patching.autograd import writes_to
 from qkeel.patching.forward import DormantHook, ForwardPasses, in_extra_pass, joining
 from qkeel.patching.guards import unguarded
 from qkeel.patching.modes import Args, Kwargs
-from qkeel.patching.module_tables import ModuleTree
+from qkeel.patching.module_tables import (
+    ModuleTree,
+    hooks_after,
+    hooks_before,
+)
 from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import Remedy, Target, active_on
 from qkeel.sites.site import AttentionSite
@@ -97,6 +101,42 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
     steps = optimizer.register_step_post_hook(in_real_steps(after_step))
     calls = model.register_forward_pre_hook(DormantHook(before_pass), with_kwargs=True)
     return compose([Handle(calls.remove), Handle(steps.remove)])
+
+
+def changes_of(model: nn.Module) -> dict[nn.Module, tuple[object, ...]]:
+    """Returns what a remedy may change in each module inside a model: its forward, and the numbers of its hooks."""
+    return {
+        m: (vars(m).get("forward"), *hooks_before(m), *hooks_after(m))
+        for m in model.modules()
+        if m is not model
+    }
+
+
+def notice_replaced_modules(
+    model: nn.Module, before: Mapping[nn.Module, tuple[object, ...]], remedy: str
+) -> Handle:
+    """Warns once if a module that a remedy has changed is no longer in the model, as where layers were converted to 8-bit
+    floats. before: what `changes_of` returned before the remedy."""
+    tree, states = ModuleTree(model), changes_of(model)
+    changed = {m for m, state in states.items() if before.get(m, state) != state}
+    names = {m: name for name, m in model.named_modules() if m in changed}
+
+    def before_pass(*_: object) -> None:
+        nonlocal modules
+        # The same list as long as no module has come or gone.
+        earlier, modules = modules, tree.named()
+        # Modules that are wrapped in others are still in the model.
+        gone = () if modules is earlier else changed.difference(model.modules())
+        if gone:
+            changed.clear()
+            caution(
+                f"{remedy} no longer acts at {', '.join(sorted(names[m] for m in gone))}: other modules took their place "
+                "since it was applied. Convert or exchange the layers first and apply it then, to a new model"
+            )
+
+    modules = tree.named()
+    hook = model.register_forward_pre_hook(DormantHook(before_pass), with_kwargs=True)
+    return Handle(hook.remove)
 
 
 def _look_for_later_attention(

@@ -17,6 +17,7 @@ from qkeel.handle import Handle
 from qkeel.patching.optimizers import go_first, in_real_steps
 from qkeel.patching.torch_state import is_compiled
 from qkeel.remedies.base import Remedy, Target, where
+from qkeel.remedies.optimizer_trials import innermost
 from qkeel.sites.site import AttentionSite
 
 WHAT = "qkeel.apply"
@@ -127,7 +128,7 @@ def check_added(
             hook.remove()
 
     hook = model.register_forward_pre_hook(look)
-    return _with_hook(handle, hook)
+    return with_hook(handle, hook)
 
 
 def check_peers(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
@@ -169,13 +170,14 @@ def refused_when_flattened(
         return handle
     # The look through the model is done once; a refusal, which is not cached, is found again in every step.
     check = functools.cache(lambda: check_wrapper(model, remedies))
-    hook = optimizer.register_step_pre_hook(in_real_steps(lambda *_: check()))
+    stepped = innermost(optimizer)
+    hook = stepped.register_step_pre_hook(in_real_steps(lambda *_: check()))
     # Before the remedies read weights, of which there are only pieces between passes.
     go_first(hook)
-    return _with_hook(handle, hook)
+    return with_hook(handle, hook)
 
 
-def _with_hook(handle: Handle, hook: RemovableHandle) -> Handle:
+def with_hook(handle: Handle, hook: RemovableHandle | Handle) -> Handle:
     """Returns the handle of a change that also removes a hook."""
 
     def undo() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from qkeel import distributed as dist
@@ -16,9 +16,8 @@ from qkeel.functional.bounds import spectral_norm
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
-from qkeel.patching.module_tables import parameters_of
 from qkeel.patching.optimizers import in_real_steps
-from qkeel.remedies.base import Target, inside, where
+from qkeel.remedies.base import Target, where
 from qkeel.remedies.head_weights import HeadWeights, found_inf
 from qkeel.remedies.optimizer_steps import (
     decay_before_steps,
@@ -56,13 +55,15 @@ class QKLearningRate(StepRemedy):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenQK(StepRemedy):
-    """Freezes everything from which queries and keys are computed: weights, biases, and gains of norms on q and k.
+    """Freezes everything from which queries and keys are computed: weights, biases, and whatever else is trained between
+    the projections and q·k, such as gains of norms, vectors that are added or multiplied, tables of positions.
 
     This is the control in a comparison, since the improvement of another run over it is due to training queries and
     keys. After each step the rows are restored bit for bit, whatever the optimizer and its weight decay did to them,
     even if it made them infinite or NaN. An optimizer that keeps a copy of the weights is refused.
     Their gradients still count in the global norm of gradient clipping, so that the other weights take the same steps
-    as in a run without the remedy. A learned scale or temperature of the logits is still trained.
+    as in a run without the remedy. A learned scale or temperature that multiplies q·k itself is still trained, and so is
+    a norm before the projections, which is that of the values too.
     """
 
     name = "frozen_qk"
@@ -72,19 +73,21 @@ class FrozenQK(StepRemedy):
     if_computed = "the scale that it is multiplied by would still be trained"
 
     def holds(self, site: AttentionSite) -> Refusal | None:
-        refusal = StepRemedy.holds(self, site)
-        if refusal is None and site.normed and not (site.query_gains or site.key_gains):
-            gains = list(_vectors_of_norms(site.module))
-            if gains:
-                return Refusal(
-                    f"q or k is normed, and it is not known which of {', '.join(gains)} are gains of that norm, so "
-                    "they would still be trained",
-                    "set requires_grad to False on the gains and the query and key weights yourself",
-                )
-        return refusal
+        if site.normed and site.description is not None:
+            return Refusal(
+                "q or k is normed, and a description does not say by which gains, so they would still be trained",
+                "set requires_grad to False on the gains and the query and key weights yourself",
+            )
+        return StepRemedy.holds(self, site)
 
     def apply(self, target: Target) -> Handle:
         weights = HeadWeights(target, self.name, _biases_and_gains(target))
+        for s, p, tensor in zip(weights.slices, weights.parameters, weights.tensors):
+            if tensor is None and p.requires_grad:
+                raise RefusedError(
+                    f"frozen_qk acts on steps of {s.parameter} too, which the optimizer does not hold: pass a list with "
+                    "the optimizer that does, or set its requires_grad to False"
+                )
         return scale_steps(
             weights,
             lambda: weights.row(0.0),
@@ -93,33 +96,19 @@ class FrozenQK(StepRemedy):
         )
 
 
-def _vectors_of_norms(attention: nn.Module) -> Iterator[str]:
-    """Yields the names of trained vectors in modules that hold no matrix, which may be norms."""
-    for name, module in attention.named_modules():
-        vectors = parameters_of(module)
-        if all(p is None or p.ndim < 2 for p in vectors.values()):
-            for parameter, p in vectors.items():
-                if p is not None and p.requires_grad:
-                    yield inside(name, parameter)
-
-
 def _biases_and_gains(target: Target) -> Iterator[HeadSlice]:
-    """Yields the biases of query and key weights, and the gains and biases of norms on q and k."""
+    """Yields the biases of query and key weights, and what else stands between them and q·k."""
     for s in target.logit_slices():
         if (bias := s.bias_of()) is not None:
             yield bias
     for site in target.sites:
-        for gain in (*site.query_gains, *site.key_gains):
-            for name, index in (
-                (gain.parameter, gain.index),
-                (gain.bias, gain.bias_index),
-            ):
-                if name is not None and index is not None:
-                    # All rows of a gain are frozen, so they count as one head. The index is of single entries.
-                    p = target.parameter(name)
-                    entries = p.numel() // p.shape[0]
-                    rows = (index // entries).unique()[None]
-                    yield HeadSlice(parameter=name, axis=0, index=rows)
+        # Of qkeel's own modules, the norms are known without a search.
+        norms = () if site.between else (*site.query_gains, *site.key_gains)
+        for name in {n: None for norm in norms for n in (norm.parameter, norm.bias)}:
+            if name is not None:
+                rows = torch.arange(len(target.parameter(name)))
+                yield HeadSlice(parameter=name, axis=0, index=rows[None])
+        yield from site.between
 
 
 @final

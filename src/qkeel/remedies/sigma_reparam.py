@@ -15,6 +15,7 @@ from qkeel import distributed as dist
 from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle, compose
+from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.module_tables import (
     parameters_of,
     pickle_by,
@@ -278,6 +279,11 @@ def _check(name: str, layer: nn.Module, parameter: str) -> None:
     if weight is None:
         raise RefusedError(
             f"sigma_reparam: {description} of {name} is already reparametrised; remove that parametrisation first"
+        )
+    if is_wrapper(dist.local(weight)) or not weight.is_floating_point():
+        raise RefusedError(
+            f"sigma_reparam: {description} of {name} is quantised ({type(weight).__name__}), and no norm of it can be "
+            "learned; apply it to a model that is not quantised, or use softcap, which needs no weights"
         )
     if not bool(torch.isfinite(weight).all()):
         raise NonFiniteError(

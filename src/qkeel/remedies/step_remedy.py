@@ -64,8 +64,8 @@ class StepRemedy(Remedy):
         return Refusal(
             f"it is not known which rows of which weights belong to its heads: {site.why or 'no reason was reported'}",
             "apply the remedy to a part of the model without this attention; if fully_shard or tensor parallelism "
-            "splits the model, find the sites before the split and pass them: apply(..., "
-            "sites=qkeel.find_sites(model, batch))",
+            "splits the model, or its layers are converted, as to 8-bit floats, find the sites before and pass them: "
+            "apply(..., sites=qkeel.find_sites(model, batch))",
         )
 
 

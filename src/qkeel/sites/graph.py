@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from qkeel.patching.autograd import (
@@ -92,6 +93,13 @@ class Projection:
     normed: bool = False
     above: tuple[Projection, ...] = ()
     table: bool = False
+
+    @property
+    def input(self) -> Node | None:
+        """The node of the activations, or None if they need no gradient."""
+        if self.table:
+            return None
+        return self.node.next_functions[_MATRIX[self.node.name()][0]][0]
 
     @property
     def convolves(self) -> bool:
@@ -184,6 +192,40 @@ def leaves_of(start: Node | None, stops: set[Node]) -> list[Node] | None:
             return None
         queue += inputs_of(node)
     return leaves or None
+
+
+def parameters_behind(
+    start: Node | None, stops: set[Node]
+) -> tuple[list[Tensor], bool]:
+    """The leaves from which a node is computed without passing `stops`, and whether none of them lies behind another
+    attention."""
+    ends = ("Softmax", "ScaledDotProduct")
+    nodes = _behind(start, stops, ends)
+    leaves = [variable_of(node) for node in nodes if variable_of(node) is not None]
+    return leaves, not any(node.name().startswith(ends) for node in nodes)
+
+
+def functions_behind(start: Node, stops: set[Node]) -> list[str]:
+    """The names of the autograd.Functions through which a node is computed."""
+    names = [
+        node.name().removesuffix("Backward")
+        for node in _behind(start, stops)
+        if isinstance(node, BackwardCFunction)
+    ]
+    return list(dict.fromkeys(names))
+
+
+def _behind(
+    start: Node | None, stops: set[Node], ends: tuple[str, ...] = ()
+) -> list[Node]:
+    """The nodes from which a node is computed, without passing `stops` or nodes whose names start with one of `ends`."""
+    visited, queue = dict.fromkeys(stops, False), [] if start is None else [start]
+    while queue:
+        node = queue.pop()
+        if node not in visited:
+            visited[node] = True
+            queue += [] if node.name().startswith(ends) else inputs_of(node)
+    return [node for node, is_behind in visited.items() if is_behind]
 
 
 def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -> Walk:

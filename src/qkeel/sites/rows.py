@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
@@ -25,7 +25,15 @@ from qkeel.capture.products import Operand
 from qkeel.capture.score_calls import Sides
 from qkeel.errors import QkeelError
 from qkeel.patching.autograd import is_wrapper, nodes_of, variable_of
-from qkeel.sites.graph import WHOLE_NORMS, Projection, Walk, leaves_of, walk
+from qkeel.sites.graph import (
+    WHOLE_NORMS,
+    Projection,
+    Walk,
+    functions_behind,
+    leaves_of,
+    parameters_behind,
+    walk,
+)
 from qkeel.sites.site import HeadSlice, QKProduct
 
 # Up to this number, a gradient for each head costs less than one for each half of them.
@@ -53,6 +61,7 @@ class Side:
     name: str
     walk: Walk
     names: dict[int, str]
+    around: ModuleCall
 
     @property
     def normed(self) -> bool:
@@ -139,6 +148,42 @@ class Side:
             )
         return index
 
+    def between(self, paths: Iterable[HeadSlice]) -> Iterator[HeadSlice]:
+        """The other parameters that x is computed from, from the projections on: gains of norms, vectors that are added
+        or multiplied into it, tables of positions; and what makes the projections' input in the same module, as the
+        first of two matrices with a norm between them does. paths: what is known of x."""
+        known = {name for s in paths for name in (s.parameter, s.bias)}
+        stops, nearest = nodes_of(self.around.inputs), self.walk.nearest
+        ends = {node for p in nearest if (node := p.input) is not None}
+        last, _ = parameters_behind(self.x.grad_fn, stops | ends)
+        first, is_one_layer = parameters_behind(self.x.grad_fn, stops)
+        model, here = self.around.line()[-1].module, nearest[0].parameter
+        earlier = {
+            name: p
+            for p in first
+            if (name := self.names.get(id(p), ""))
+            and _in_one_module(here, name, self.around, model)
+        }
+        behind = {self.names.get(id(p), ""): p for p in last}
+        # Without a matrix, it is the norm before the projections, which is that of the values too.
+        if is_one_layer and any(earlier[x].ndim > 1 for x in earlier.keys() - behind):
+            behind |= earlier
+        width = self.x.shape[1] * self.x.shape[-1]
+        chain = [p for inner in nearest for p in (inner, *inner.above)]
+        fused = {p.size for p in chain if p.size > width}
+        for name, parameter in behind.items():
+            if not name or name in known:
+                continue
+            rows = torch.arange(math.prod(parameter.shape[:1]))
+            if {len(rows), parameter.numel()} & fused:
+                # It may act on the values too, as a vector for the features of a fused projection does.
+                (grad,) = torch.autograd.grad(
+                    self.x, parameter, _probe_weights(self.x), retain_graph=True
+                )
+                rows = rows[grad.reshape(len(rows), -1).ne(0).any(1).cpu()]
+            if len(rows):
+                yield HeadSlice(parameter=name, axis=0, index=rows[None])
+
     def _gradients(self, projection: Projection) -> AbstractContextManager[None]:
         return gradients_to(projection, self.walk)
 
@@ -200,11 +245,14 @@ def side(
                 )
             )
     if not nearest:
+        functions = functions_behind(x.grad_fn, nodes_of(around.inputs))
+        inside = f", except inside {', '.join(functions)}, which hides its products from autograd"
         raise UnknownRowsError(
             f"no matrix product with a parameter lies between the module's input and {name}"
+            f"{inside if functions else ''}"
         )
     behind = dataclasses.replace(behind, nearest=tuple(nearest))
-    return Side(x=x, name=name, walk=behind, names=names)
+    return Side(x=x, name=name, walk=behind, names=names, around=around)
 
 
 def _in_one_module(name: str, other: str, frame: ModuleCall, model: nn.Module) -> bool:
@@ -225,15 +273,16 @@ def _in_one_module(name: str, other: str, frame: ModuleCall, model: nn.Module) -
 
 def sum_terms(
     products: Products, frame: ModuleCall, names: dict[int, str]
-) -> tuple[tuple[QKProduct, ...], bool]:
-    """Returns the terms of a sum of products q [b h t d] · k [b g s d], and whether there is a norm between the weights
-    and the logit.
+) -> tuple[tuple[QKProduct, ...], bool, tuple[HeadSlice, ...]]:
+    """Returns the terms of a sum of products q [b h t d] · k [b g s d], whether there is a norm between the weights and
+    the logit, and what else q and k are computed from.
 
     Raises:
         UnknownRowsError: the rows of one product are unknown; the message says which product it is.
     """
     terms: dict[object, QKProduct] = {}
     normed = False
+    between: dict[object, HeadSlice] = {}
     for i, (q, k) in enumerate(products):
         try:
             if q is None or k is None:
@@ -241,7 +290,7 @@ def sum_terms(
                     "the operations on it hide the q and k from which it is computed"
                 )
             query, key = side(q, frame, names, "q"), side(k, frame, names, "k")
-            is_known = False
+            of_term: list[QKProduct] = []
             for (of_query, a), (of_key, b) in itertools.product(
                 query.paths(), key.paths()
             ):
@@ -250,11 +299,11 @@ def sum_terms(
                 term = QKProduct(
                     query=query.slices(of_query, a & b), key=key.slices(of_key, a & b)
                 )
-                is_known = True
+                of_term.append(term)
                 # Two products of the same weights, as of ReRoPE's near and far keys,
                 # are one term.
                 terms.setdefault(_rows_of_term(term), term)
-            if not is_known:
+            if not of_term:
                 raise UnknownRowsError(
                     "no part of a head is computed by projections of both q and k"
                 )
@@ -264,7 +313,12 @@ def sum_terms(
                 f"{which if len(products) > 1 else ''}{error}"
             ) from error
         normed = normed or query.normed or key.normed
-    return tuple(terms.values()), normed
+        others = (
+            *query.between([s for term in of_term for s in term.query]),
+            *key.between([s for term in of_term for s in term.key]),
+        )
+        between |= {(s.parameter, tuple(s.index[0].tolist())): s for s in others}
+    return tuple(terms.values()), normed, tuple(between.values())
 
 
 def _rows_of_term(term: QKProduct) -> object:

@@ -113,8 +113,8 @@ class HeadSlice:
 
     def rows_of(self, weight: Tensor) -> Tensor:
         """A view of the weight whose rows are the ones that the index selects. A vector becomes a single column."""
-        if weight.ndim == 1:
-            return weight[:, None]
+        if weight.ndim < 2:
+            return weight.view(-1, 1)
         if weight.ndim > 2:
             # The elements of a row are kept in memory order, so that this is a view in any memory format.
             order = sorted(
@@ -288,6 +288,8 @@ class AttentionSite:
     description: Description | None = None
     query_gains: tuple[NormGain, ...] = ()  #: the norms on q's path to the logit
     key_gains: tuple[NormGain, ...] = ()  #: the norms on k's path to the logit
+    #: what else q and k are computed from, with the rows of which they are: gains, added vectors, tables of positions
+    between: tuple[HeadSlice, ...] = ()
     key_heads: tuple[int, ...] | None = None
     layout: HeadLayout | None = None
     unverified: str = ""
@@ -478,6 +480,7 @@ def renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite:
         value_weights=named(site.value_weights),
         query_gains=named(site.query_gains),
         key_gains=named(site.key_gains),
+        between=named(site.between),
     )
 
 

@@ -442,9 +442,10 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
         )
         products = [(a, b) for (a, _), b in zip(products, keys)]
     terms: tuple[QKProduct, ...] = ()
+    between: tuple[HeadSlice, ...] = ()
     why = "; ".join(lost)
     try:
-        known_terms, normed = sum_terms(products, first.frame, names)
+        known_terms, normed, between = sum_terms(products, first.frame, names)
         terms = () if lost else known_terms
     except UnknownRowsError as error:
         normed = any(s.normed for s in sides(products, first.frame, names))
@@ -482,6 +483,7 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
         normed=normed,
         query_gains=query_gains,
         key_gains=key_gains,
+        between=between,
         key_heads=heads_of_keys,
         layout=layout,
     )

@@ -1,0 +1,277 @@
+"""frozen_qk freezes whatever stands between the projections and q·k: drawn layers, judged by q and k themselves."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qkeel
+from qkeel.errors import RefusedError
+
+WIDTH, HEADS, TOKENS = 12, 3, 5
+SIZE = WIDTH // HEADS
+
+
+class HandNorm(nn.Module):
+    """An RMS norm as people write it, with a gain of 1 + w."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + self.w)
+
+
+class Between(nn.Module):
+    """What changes q or k [b t h d] after its projection, by name."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        shape = {
+            "added": (WIDTH,),
+            "added per head": (HEADS, SIZE),
+            "multiplied": (SIZE,),
+            "softplus": (SIZE,),
+            "temperature": (),
+            "temperature per head": (HEADS, 1),
+            "temperature per token": (2 * TOKENS, 1, 1),
+            "table": (2 * TOKENS, 1, SIZE),
+            "factors of places": (2 * TOKENS, HEADS, SIZE),
+            "frequencies": (SIZE // 2,),
+            "gate": (WIDTH, WIDTH),
+            "mixed": (SIZE, SIZE),
+        }.get(kind)
+        if shape is not None:
+            self.p = nn.Parameter(torch.randn(shape))
+        modules = {
+            "layer norm": lambda: nn.LayerNorm(SIZE),
+            "rms norm": lambda: nn.RMSNorm(WIDTH),
+            "hand norm": lambda: HandNorm(SIZE),
+            "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+            "embedding": lambda: nn.Embedding(2 * TOKENS, SIZE),
+            "convolution": lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH),
+        }
+        if kind in modules:
+            self.inner = modules[kind]()
+
+    def forward(self, q: Tensor, x: Tensor) -> Tensor:
+        flat, t = q.flatten(2), q.shape[1]
+        match self.kind:
+            case "added":
+                return (flat + self.p).view_as(q)
+            case "added per head":
+                return q + self.p
+            case "multiplied":
+                return q * self.p
+            case "softplus":
+                return q * F.softplus(self.p)
+            case "temperature":
+                return q * self.p.exp()
+            case "temperature per head":
+                return q / self.p.square().add(0.1)
+            case "temperature per token" | "factors of places":
+                return q * self.p[:t]
+            case "table":
+                return q + self.p[:t]
+            case "frequencies":
+                angles = torch.arange(t).to(q)[:, None, None] * self.p
+                a, b = q.chunk(2, -1)
+                cos, sin = angles.cos(), angles.sin()
+                return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+            case "gate":
+                return q * torch.sigmoid(x @ self.p).view_as(q)
+            case "mixed":
+                return q @ self.p
+            case "rms norm":
+                return self.inner(flat).view_as(q)
+            case "layer norm" | "hand norm":
+                return self.inner(q)
+            case "batch norm" | "convolution":
+                return self.inner(flat.mT).mT.reshape_as(q)
+            case "embedding":
+                return q + self.inner(torch.arange(t))[:, None]
+        return q
+
+
+class Projection(nn.Module):
+    """What makes q or k [b t h·d] of x."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.last = nn.Linear(
+            8 if kind in ("two", "normed", "mlp") else WIDTH, WIDTH, kind != "bare"
+        )
+        if kind in ("two", "normed", "mlp"):
+            self.first = nn.Linear(WIDTH, 8)
+            self.norm = nn.LayerNorm(8) if kind == "normed" else nn.Identity()
+        if kind == "weight norm":
+            self.g = nn.Parameter(torch.rand(WIDTH, 1) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind in ("two", "normed", "mlp"):
+            x = self.norm(self.first(x))
+            x = F.gelu(x) if self.kind == "mlp" else x
+        if self.kind == "weight norm":
+            w = self.last.weight
+            return F.linear(x, self.g * w / w.norm(dim=1, keepdim=True), self.last.bias)
+        return self.last(x)
+
+
+class Layer(nn.Module):
+    """An attention layer that shows q and k of its last pass."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.fused = draw.choice(["", "", "", "bare", "bias", "added", "multiplied"])
+        kinds = ["plain", "plain", "bare", "two", "normed", "mlp", "weight norm"]
+        if self.fused:
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH, self.fused == "bias")
+            if self.fused in ("added", "multiplied"):
+                self.p = nn.Parameter(torch.randn(3 * WIDTH))
+        else:
+            self.q, self.k = (
+                Projection(draw.choice(kinds)),
+                Projection(draw.choice(kinds)),
+            )
+            self.v = nn.Linear(WIDTH, WIDTH)
+        # After another matrix and a norm, it is not known which part of a fused vector the values use.
+        kinds = [
+            x for x in BETWEEN if not self.fused or x not in ("mixed", "convolution")
+        ]
+        self.after_q, self.after_k = (
+            nn.ModuleList(
+                Between(draw.choice(kinds)) for _ in range(draw.randint(0, 2))
+            )
+            for _ in "qk"
+        )
+        if draw.random() < 0.2:
+            self.after_k = self.after_q
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused:
+            qkv = self.qkv(x)
+            if self.fused == "added":
+                qkv = qkv + self.p
+            if self.fused == "multiplied":
+                qkv = qkv * self.p
+            q, k, v = qkv.chunk(3, -1)
+        else:
+            q, k, v = self.q(x), self.k(x), self.v(x)
+        q, k, v = (y.unflatten(-1, (HEADS, SIZE)) for y in (q, k, v))
+        for after in self.after_q:
+            q = after(q, x)
+        for after in self.after_k:
+            k = after(k, x)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        self.logits, self.values = (q @ k.mT).detach().clone(), v.detach().clone()
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def __str__(self) -> str:
+        made = [self.fused] if self.fused else [self.q.kind, self.k.kind]
+        return (
+            f"{made} {[a.kind for a in self.after_q]} {[a.kind for a in self.after_k]}"
+        )
+
+
+class Block(nn.Module):
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Layer(draw)
+        self.mlp = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(x).tanh()
+
+
+BETWEEN = (
+    "added",
+    "added per head",
+    "multiplied",
+    "softplus",
+    "temperature",
+    "temperature per head",
+    "temperature per token",
+    "table",
+    "factors of places",
+    "frequencies",
+    "gate",
+    "mixed",
+    "layer norm",
+    "rms norm",
+    "hand norm",
+    "batch norm",
+    "embedding",
+    "convolution",
+)
+
+
+def outcome(seed: int) -> str:
+    """Whether any step changes q·k as a function of the layer's input; "" if none does."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(Block(draw) for _ in range(draw.randint(1, 2)))).double()
+    x = torch.randn(3, TOKENS, WIDTH, dtype=torch.float64)
+    optimizer = draw.choice(
+        [
+            lambda: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+            lambda: torch.optim.AdamW(model.parameters(), 0.1),
+        ]
+    )()
+    try:
+        if draw.random() < 0.5:
+            qkeel.apply(model, "frozen_qk", optimizer, batch=x)
+        else:
+            qkeel.apply(model, "frozen_qk", optimizer)
+            model(x)
+    except RefusedError as error:
+        return f"refused: {error}"
+    longer = torch.randn(3, 2 * TOKENS, WIDTH, dtype=torch.float64)
+    layers = [block.attention for block in model]
+
+    def shown() -> list[tuple[Tensor, Tensor]]:
+        states = [{n: b.clone() for n, b in y.named_buffers()} for y in layers]
+        for layer in layers:
+            layer(longer)
+        for layer, state in zip(layers, states):
+            for name, b in layer.named_buffers():
+                b.copy_(state[name])
+        return [(y.logits, y.values) for y in layers]
+
+    before, norms = shown(), [b.norm.weight.detach().clone() for b in model]
+    for _ in range(2):
+        optimizer.zero_grad()
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    for layer, (z, v), (z0, v0) in zip(layers, shown(), before):
+        if not torch.equal(z, z0):
+            return f"moved: {layer}"
+        if any(torch.equal(a, b) for a, b in zip(v.unbind(1), v0.unbind(1))):
+            return f"values are frozen too: {layer}"
+    if any(torch.equal(b.norm.weight, old) for b, old in zip(model, norms)):
+        return "the norm before the layer is frozen too"
+    return ""
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_step_changes_the_product(seed: int) -> None:
+    found = outcome(seed)
+    assert not found or found.startswith("refused")
+
+
+def test_a_bias_in_an_optimizer_that_was_not_passed_is_refused() -> None:
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True))
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    first, second = torch.optim.SGD(matrices, 0.1), torch.optim.SGD(vectors, 0.1)
+    with pytest.raises(RefusedError, match="in_proj_bias"):
+        qkeel.apply(model, "frozen_qk", first, batch=torch.randn(2, 3, 8))
+    qkeel.apply(model, "frozen_qk", [first, second], batch=torch.randn(2, 3, 8))
