@@ -119,18 +119,13 @@ void write_panel(const Work& w, Space& sp, const Panel& p, int64_t col, int64_t 
     Lanes gradient = (1.0f - lanes(p.mass_squares + i) / (mass * mass)) * count / larger(count - 1.0f, all(1.0f));
     gradient = gradient < 0.0f ? Lanes{} : gradient;
     const struct { Row field; Lanes x; } fields[] = {
-        {TOP, or_nan(top, bad)},
-        {LOW, or_nan(lanes(p.low + i), bad)},
+        {TOP, or_nan(top, bad)}, {LOW, or_nan(lanes(p.low + i), bad)},
         {SPREAD, none ? all(-INF) : spread},
-        {CAPPED, or_nan(capped, bad)},
-        {TOTAL, or_nan(lanes(p.total + i), bad)},
+        {CAPPED, or_nan(capped, bad)}, {TOTAL, or_nan(lanes(p.total + i), bad)},
         {ABOVE, __builtin_convertvector(flags(p.above + i), Lanes)},
-        {ENTROPY, or_nan(entropy, unweighted)},
-        {FIRST, or_nan(first, unweighted)},
-        {GRADIENT, or_nan(gradient, unweighted)},
+        {ENTROPY, or_nan(entropy, unweighted)}, {FIRST, or_nan(first, unweighted)}, {GRADIENT, or_nan(gradient, unweighted)},
         {PRODUCT, root(squares)},
-        {ANGLE_TOP, or_nan(cosine, angle != angle)},
-        {ANGLE, cosines},
+        {ANGLE_TOP, or_nan(cosine, angle != angle)}, {ANGLE, cosines},
     };
     for (auto& [field, x] : fields) put(found[field] + i, FULL ? where_off(x, none) : x);
     put(found[QUERY] + i, n);
