@@ -14,6 +14,7 @@ from torch import nn
 import qkeel
 from qkeel.monitor import Ceiling, History, replay
 from qkeel.monitor.kept_logits import KeptLogits
+from qkeel.sites.logit_sample import LogitSample
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import make_call
 
@@ -96,6 +97,26 @@ def test_the_line_does_what_the_alarm_says(normed, attend):
             assert said == pytest.approx(number, rel=0.06, abs=1e-3), values
 
 
+def test_a_reference_pass_between_says_nothing_of_the_trained_one():
+    effects = []
+    for has_reference in (False, True):
+        model, x = model_of(False, fused_causal), torch.randn(1, 30, SIZE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with qkeel.watch(model, optimizer) as monitor:
+            for step in range(4):
+                if step == 3:
+                    enlarge(model[1], 20.0)
+                model(x).square().mean().backward()
+                if has_reference:
+                    # Its role is open until the step: it could still be trained.
+                    model(x / 30).detach()
+                optimizer.step()
+        (alarm,) = [x for x in monitor.alarms if x.rule == "ceiling 100"]
+        effects.append(alarm.effect)
+    assert effects[0]
+    assert effects[0] == effects[1]
+
+
 def test_what_is_kept_changes_no_number():
     losses, records = [], []
     for rules in (None, []):
@@ -129,8 +150,9 @@ def test_heads_of_another_process_are_not_taken_for_those_of_the_call(n_heads, s
     )
     kept.choose(history)
     q = 20 * torch.randn(1, 2, 9, 8)
-    kept.see("b", make_call(AttentionSpec(), q, q, q))
+    sample = LogitSample.of(make_call(AttentionSpec(), q, q, q))
+    kept.keep(("b", sample))
     (alarm,) = replay(history, [Ceiling(threshold=100.0)])
     assert kept.effect(alarm, history) == ""
-    kept.see("a", make_call(AttentionSpec(), q, q, q))
+    kept.keep(("a", sample))
     assert bool(kept.effect(alarm, history)) is says

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.attention import Joint, from_heads, fused_causal
+from tests.attention import Attention, Joint, from_heads, fused_causal
 from tests.drawing import randn
 from tests.sites.models import SCALE, D, H, Heads, M, T
 from torch import nn
@@ -46,6 +46,23 @@ def runs(monkeypatch):
 
     monkeypatch.setattr(verify.Rerun, "logits", counted)
     return names
+
+
+def test_a_forward_that_notes_its_length_in_the_configuration_has_noted_that_of_the_example():
+    transformers = pytest.importorskip("transformers")
+
+    class Sized(Attention):
+        def forward(self, x):
+            self.config.longest = x.shape[1]
+            return super().forward(x)
+
+    config = transformers.LlamaConfig()
+    model = nn.Sequential(*[Sized(fused_causal, 16, 2) for _ in range(2)])
+    for layer in model:
+        layer.config = config
+    sites = find_sites(model, randn(4, 100, 16, seed=0))
+    assert all(site.verified for site in sites)
+    assert config.longest == 100
 
 
 def verified(sites):

@@ -6,24 +6,26 @@ from typing import final
 
 import numpy as np
 
-from qkeel.capture.calls import Seen
 from qkeel.monitor.history import History
 from qkeel.monitor.rules import Alarm, largest_logit, remedy_bound
 from qkeel.monitor.thresholds import APPROACH_FLOOR
 from qkeel.sites.logit_sample import LogitSample
 
+# A site, and the logits of a call of it if they can be kept.
+KeptCall = tuple[str, LogitSample | None]
+
 
 @final
 class KeptLogits:
-    """Keeps a few rows of the logits of one layer in each measured pass: that of the head which spread most in the latest
-    record, if by more than 30 nats, since an alarm will name it. Nothing is waited for until an alarm is made.
+    """Keeps a few rows of the logits of one layer of the latest trained pass: that of the head which spread most in the
+    latest record, if by more than 30 nats, since an alarm will name it. Nothing is waited for until an alarm is made.
 
     Attributes:
         site: the site of this layer, None if there is none.
     """
 
     site: str | None = None
-    _kept: tuple[str, LogitSample | None] = "", None
+    _kept: KeptCall = "", None
 
     def choose(self, history: History) -> None:
         """Chooses the layer whose logits the next passes keep, by the last record."""
@@ -31,10 +33,9 @@ class KeptLogits:
         is_high = top is not None and top.value > APPROACH_FLOOR
         self.site = history.where(top.at)[0] if top and is_high else None
 
-    def see(self, site: str, call: Seen) -> None:
-        """Takes the logits of a call, if it is one of the chosen layer."""
-        if site == self.site:
-            self._kept = site, LogitSample.of(call)
+    def keep(self, call: KeptCall) -> None:
+        """Takes the logits of a trained pass."""
+        self._kept = call
 
     def effect(self, alarm: Alarm, history: History) -> str:
         """Words on what the line of an alarm would do to its head; "" if its logits were not kept, or if the line has

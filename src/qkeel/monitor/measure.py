@@ -22,7 +22,7 @@ from qkeel.monitor.finite_stages import first_empty_row, weights_not_finite
 from qkeel.monitor.first_look import FirstLook
 from qkeel.monitor.gain_bounds import GainBounds
 from qkeel.monitor.hidden_states import HiddenStates
-from qkeel.monitor.kept_logits import KeptLogits
+from qkeel.monitor.kept_logits import KeptCall, KeptLogits
 from qkeel.monitor.logit_changes import LogitChanges
 from qkeel.monitor.numbers import Number, NumberKey, Numbers, PassNumbers
 from qkeel.monitor.sparse_attention import SparseAttention
@@ -34,6 +34,7 @@ from qkeel.patching.losses import ReturnedScalar
 from qkeel.patching.modes import push_mode, take_off
 from qkeel.patching.roles import Phase
 from qkeel.sites.find import within
+from qkeel.sites.logit_sample import LogitSample
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.tap import Tap, Visitor
 
@@ -43,8 +44,8 @@ NOT_COMPARED = (
 )
 
 
-# The numbers of a pass, and the scalar that it returned, if it was one.
-_Collected = tuple[dict[NumberKey, Number], ReturnedScalar | None]
+# The numbers of a pass, the scalar that it returned, if it was one, and the call whose logits are kept.
+_Collected = tuple[dict[NumberKey, Number], ReturnedScalar | None, KeptCall | None]
 UNUSED = (
     "{} got no gradient in this step, although other weights of the same attention did: the path that runs leaves it "
     "out, as a fused kernel does with sinks that it does not know; print(qkeel.explain(model, batch)) shows what runs"
@@ -94,6 +95,7 @@ class StepNumbers(Visitor):
         self._first_look = FirstLook(sites.model)
         # Of the pass that runs, and the call of a module that was looked at last.
         self._gates: GateMode | None = None
+        self._kept_call: KeptCall | None = None
         self._frame: ModuleCall | None = None
         # None until the first pass, in which the sites become known.
         self._hidden: HiddenStates | None = None
@@ -105,6 +107,7 @@ class StepNumbers(Visitor):
         # What a pass that failed has left is not of this one.
         self._numbers.begin()
         self._sparse.begin()
+        self._kept_call = None
         # Such a loss is a sum over the pass's tokens, divided by those of all passes of the step.
         self._is_loss_summed = kwargs.get("num_items_in_batch") is not None
         self._tokens.begin(args, kwargs)
@@ -165,8 +168,9 @@ class StepNumbers(Visitor):
             if self._gates is not None:
                 self._gates.captured(name)
             self._first_look.call(name, call)
-            if self._kept.site is not None:
-                self._kept.see(within(self.name, name), self._tokens.on(call))
+            site = within(self.name, name)
+            if site == self._kept.site:
+                self._kept_call = site, LogitSample.of(self._tokens.on(call))
         if candidate and "gates" in self._extras:
             add_gates(self._numbers, name, self._tokens.on(call))
         if candidate and self.sites.is_sparse(name):
@@ -201,14 +205,16 @@ class StepNumbers(Visitor):
                 self._numbers.add((site, "output_gate"), number)
         numbers = self._numbers.end()
         if len(losses) != 1:
-            return numbers, None
+            return numbers, None, self._kept_call
         how = "total" if self._is_loss_summed else "mean"
         numbers["", "train_loss"] = Number(losses[0].detach(), 1, how)
-        return numbers, ReturnedScalar(losses[0])
+        return numbers, ReturnedScalar(losses[0]), self._kept_call
 
     def settled(self, phase: Phase, collected: Any, measured: bool) -> None:
         if measured and phase == "train" and collected is not None:
-            numbers, scalar = collected
+            numbers, scalar, kept_call = collected
+            if kept_call is not None:
+                self._kept.keep(kept_call)
             if scalar is not None and not scalar.is_loss:
                 self._unused_scalar = numbers.pop(("", "train_loss")).value
             self._numbers.keep(numbers)

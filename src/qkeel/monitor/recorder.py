@@ -189,8 +189,11 @@ class Recorder:
             if self.log.rules:
                 self._kept.choose(history)
             for alarm in self.log.over(history):
+                kind = (
+                    "critical alarm" if alarm.severity == "critical" else alarm.severity
+                )
                 text = (
-                    f"the {alarm.severity} of step {alarm.step:,} holds no longer at step {step:,}: "
+                    f"the {kind} of step {alarm.step:,} holds no longer at step {step:,}: "
                     f"{alarm.cause}"
                 )
                 event = {"step": step, "event": OVER, "rule": alarm.rule}

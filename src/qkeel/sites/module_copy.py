@@ -89,8 +89,8 @@ def copy_of(
             if isinstance(x, Generator):
                 memo[id(x)] = None
             elif isinstance(getattr(type(x), "model_type", None), str):
-                # The configuration of a whole model of transformers, with hundreds of values.
-                memo[id(x)] = x
+                # The configuration of a whole model of transformers: of its hundreds of values, a forward may set one.
+                memo[id(x)] = copy.copy(x)
             elif isinstance(x, Tensor) and id(x) not in memo:
                 if x.layout is not torch.strided or x.is_quantized or x.is_nested:
                     memo[id(x)] = x
