@@ -204,7 +204,8 @@ def outcome(seed: int) -> str:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("seed", range(12))
+# Each way of saving, checkpoints between two passes (1, 10, 17, 23), and autopilots (20, 22, 23).
+@pytest.mark.parametrize("seed", [0, 1, 4, 5, 7, 10, 12, 13, 14, 17, 19, 20, 22, 23])
 def test_a_resumed_run_equals_the_uninterrupted_one(seed: int) -> None:
     assert not outcome(seed)
 
