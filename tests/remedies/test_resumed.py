@@ -1,6 +1,7 @@
 """A run that is stopped and resumed equals one that was not: drawn remedies, optimizers, ways of saving, and places."""
 
 import copy
+import importlib
 import io
 import random
 import tempfile
@@ -234,7 +235,8 @@ def trained_by_transformers(
     *,
     resumes: bool,
 ) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=2,
@@ -267,7 +269,7 @@ def trained_by_lightning(
     resumes: bool,
 ) -> None:
     """In epochs of `stop` steps, as Lightning goes on at the beginning of an epoch."""
-    lightning = pytest.importorskip("lightning.pytorch")
+    import lightning.pytorch as lightning
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -309,11 +311,12 @@ def outcome_of_trainer(library: str, seed: int) -> str:
     if remedy == "autopilot":
         by_callback, kind = True, "fast"
     title = f"{library} {remedy} {kind} {stop} of {n} callback={by_callback}"
-    train = {
-        "huggingface": trained_by_transformers,
-        "lightning": trained_by_lightning,
+    package, train = {
+        "huggingface": ("transformers", trained_by_transformers),
+        "lightning": ("lightning.pytorch", trained_by_lightning),
     }[library]
-    integration = pytest.importorskip(f"qkeel.integrations.{library}")
+    pytest.importorskip(package)
+    integration = importlib.import_module(f"qkeel.integrations.{library}")
 
     def trained(model_seed: int, *, resumes: bool) -> tuple[dict[str, Tensor], object]:
         model, (optimizer,) = made(model_seed, kind)
