@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.attention import from_heads, to_heads
+from tests.quick import one_in
 from tests.training import adamw, sgd
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -466,6 +467,6 @@ def watch_outcome(seed):
 
 @pytest.mark.filterwarnings("ignore")  # what torch warns of while it compiles
 @pytest.mark.parametrize("outcome", [formula_outcome, step_outcome, watch_outcome])
-@pytest.mark.parametrize("seed", range(12))
-def test_a_remedy_is_right_or_says_why_not(outcome, seed):
+@pytest.mark.parametrize("seed", one_in(range(12), 2))
+def test_a_drawn_program_is_right_or_says_why_not(outcome, seed):
     assert not outcome(seed).startswith("WRONG")

@@ -351,7 +351,9 @@ def outcome_of_trainer(library: str, seed: int) -> str:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("library", ["huggingface", "lightning"])
+@pytest.mark.parametrize(
+    "library", ["huggingface", pytest.param("lightning", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_training_that_a_trainer_resumes_equals_the_uninterrupted_one(
     library: str, seed: int
