@@ -75,7 +75,7 @@ def _train(config: RunConfig, say: Callable[[str], None]) -> None:
             loss, _ = train_step(state, step)
             for alarm in monitor.alarms[n_alarms:]:
                 if alarm.severity is not Severity.NOTICE:
-                    say(f"  {alarm.line.removesuffix(f'; {alarm.trend}')}")
+                    say(f"  {alarm.heading}: {alarm.meaning}")
             n_alarms = len(monitor.alarms)
             if (step + 1) % PRINTED_EVERY == 0:
                 heads = monitor.history.heads
