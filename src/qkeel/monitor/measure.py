@@ -42,7 +42,10 @@ NOT_COMPARED = (
     "the change that a step causes is not measured for {}: the q and k weights are unknown, computed from other "
     "weights, split across processes, or not matrices that are multiplied together"
 )
-
+GONE = (
+    "the query and key weights of {} are not where they were found: the layer was removed, or its weights were wrapped "
+    "or pruned. Their norms are left out from here on. Close this monitor and watch again to have them"
+)
 
 # The numbers of a pass, the scalar that it returned, if it was one, and the call whose logits are kept.
 _Collected = tuple[dict[NumberKey, Number], ReturnedScalar | None, KeptCall | None]
@@ -262,6 +265,11 @@ class StepNumbers(Visitor):
         if self._readers is not None and self._readers[0].is_outdated():
             self._readers = self._spectra = None
         if self._readers is None:
+            present = {name for name, _ in model.named_parameters()}
+            gone = [x.name for x in sites if not x.parameters <= present]
+            if gone:
+                caution(GONE.format(", ".join(gone)))
+            sites = [x for x in sites if x.name not in gone]
             unused = [name for site in sites for name in _without_gradient(model, site)]
             if unused:
                 caution(UNUSED.format(", ".join(unused)))
