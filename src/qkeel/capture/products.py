@@ -196,10 +196,11 @@ def summed_dims(name: str, args: Args, x: Tensor, out: Tensor) -> list[int]:
     factors = [y for y in args if isinstance(y, Tensor)]
     if len(factors) != 2:
         return []
-    letters = _letters(name, args[0], *factors, out.ndim)
+    first, second = factors
+    letters = _letters(name, args[0], first, second, out.ndim)
     if letters is None:
         return []
-    of_x = letters[0] if factors[0] is x else letters[1]
+    of_x = letters[0] if first is x else letters[1]
     return [of_x.index(letter) for letter in _summed(letters)]
 
 

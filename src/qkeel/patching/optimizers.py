@@ -49,7 +49,7 @@ def listed(optimizer: object) -> list[Optimizer]:
             raise InvalidTypeError(
                 f"expected an optimizer, got the class {name}; make one: {name}(model.parameters())"
             )
-        inner = entry
+        inner: Any = entry
         # Fabric's wrapper is of the optimizer's class, and has the optimizer as a property; DeepSpeed's is no Optimizer.
         # Both hold groups of parameters, which a scheduler, that has an optimizer too, does not.
         while inner is not None and not _is_stepped(inner):
