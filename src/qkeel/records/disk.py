@@ -185,7 +185,8 @@ def _lock(path: Path) -> int:
     """
     if os.name == "nt":
         raise OSError("an open file cannot be renamed on Windows")
-    descriptor = os.open(path, os.O_RDONLY)
+    # NFS locks only what is open for writing.
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         if not hold_lock(descriptor, 0.0):
             raise BlockingIOError(path)
