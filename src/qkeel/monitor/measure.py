@@ -36,8 +36,13 @@ from qkeel.patching.roles import Phase
 from qkeel.sites.find import within
 from qkeel.sites.logit_sample import LogitSample
 from qkeel.sites.site import AttentionSite
+from qkeel.sites.site_search import weights_of
 from qkeel.sites.tap import Tap, Visitor
 
+RENAMED = (
+    "the weights of {} are not read, because they have other names than when the layer was found, as after it was wrapped: "
+    "call qkeel.watch after the model is wrapped"
+)
 NOT_COMPARED = (
     "the change that a step causes is not measured for {}: the q and k weights are unknown, computed from other "
     "weights, split across processes, or not matrices that are multiplied together"
@@ -265,6 +270,12 @@ class StepNumbers(Visitor):
             unused = [name for site in sites for name in _without_gradient(model, site)]
             if unused:
                 caution(UNUSED.format(", ".join(unused)))
+            # A layer that was wrapped since it was found has other names.
+            names = {name for name, _ in model.named_parameters()}
+            renamed = [x.name for x in sites if not weights_of(x) <= names]
+            if renamed:
+                caution(RENAMED.format(", ".join(renamed)))
+            sites = [site for site in sites if site.name not in renamed]
             weights = WeightNorms(model, sites, self._optimizers)
             self._readers = weights, GainBounds(model, sites)
         for reader in self._readers:
