@@ -271,8 +271,12 @@ class StepNumbers(Visitor):
             if unused:
                 caution(UNUSED.format(", ".join(unused)))
             # A layer that was wrapped since it was found has other names.
-            names = {name for name, _ in model.named_parameters()}
-            renamed = [x.name for x in sites if not weights_of(x) <= names]
+            names = {None, *dict(model.named_parameters())}
+            renamed: list[str] = []
+            for site in sites:
+                norms = (*site.query_gains, *site.key_gains)
+                if not {*weights_of(site), *(x.parameter for x in norms)} <= names:
+                    renamed.append(site.name)
             if renamed:
                 caution(RENAMED.format(", ".join(renamed)))
             sites = [site for site in sites if site.name not in renamed]
