@@ -140,18 +140,17 @@ class MessageSink(Sink):
             self.write_page(refresh=PAGE_SECONDS)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Prints one line and, for the first alarm that needs action, also what to do."""
+        """Prints one line and, for the first alarm that needs action, also what to do and what that would do to the head.
+        The page says how the number has grown."""
         earlier = [x for x in self._alarms if x.cause == alarm.cause]
         self._alarms.append(alarm)
         # Of one step, the most severe alarm comes first, and the others say the same.
         if any(x.step == alarm.step for x in earlier):
             return
-        self.writer(
-            dataclasses.replace(alarm, trend="").line if earlier else alarm.line
-        )
+        self.writer(f"{alarm.heading}: {alarm.meaning}")
         if alarm.severity is not Severity.NOTICE and alarm.remedy not in self._fixed:
             self._fixed.add(alarm.remedy)
-            for line in self.fix.lines(alarm.remedy):
+            for line in filter(None, [*self.fix.lines(alarm.remedy), alarm.effect]):
                 self.writer(line)
 
     def event(self, event: Mapping[str, Any]) -> None:
