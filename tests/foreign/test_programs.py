@@ -385,7 +385,7 @@ class Recorded(qkeel.monitor.Sink):
         pass
 
     def write(self, sample):
-        if sample.phase == "train":
+        if sample.phase == "train" and "max_logit" in sample.heads:
             self.tops[int(sample.step)] = sample.heads["max_logit"]
 
     def alarm(self, alarm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -236,11 +237,13 @@ class MessageWriter(Handle):
         # tqdm keeps the bars that are on the screen in a private set, which has no public counterpart.
         is_shown = bars is not None and bool(vars(bars.tqdm).get("_instances"))
         text = f"qkeel: {line}"
-        if bars is not None and is_shown and self._stream.isatty():
-            # Clears the bars and redraws them below.
-            bars.tqdm.write(text, file=self._stream)
-        else:
-            print(f"\n{text}" if is_shown else text, file=self._stream, flush=True)
+        # The script may have closed the stream, or the reader of a pipe may be gone, which must not end the watch.
+        with contextlib.suppress(OSError, ValueError):
+            if bars is not None and is_shown and self._stream.isatty():
+                # Clears the bars and redraws them below.
+                bars.tqdm.write(text, file=self._stream)
+            else:
+                print(f"\n{text}" if is_shown else text, file=self._stream, flush=True)
 
     def _stop(self) -> None:
         warnings.showwarning = self._plain

@@ -36,18 +36,16 @@ from qkeel.patching.roles import Phase
 from qkeel.sites.find import within
 from qkeel.sites.logit_sample import LogitSample
 from qkeel.sites.site import AttentionSite
-from qkeel.sites.site_search import weights_of
 from qkeel.sites.tap import Tap, Visitor
 
-RENAMED = (
-    "the weights of {} are not read, because they have other names than when the layer was found, as after it was wrapped: "
-    "call qkeel.watch after the model is wrapped"
+MOVED = (
+    "the weights of {} are not where they were when the layer was found, as after it was wrapped, pruned, given adapters "
+    "or removed, and are not read from here on: call qkeel.watch again after the change"
 )
 NOT_COMPARED = (
     "the change that a step causes is not measured for {}: the q and k weights are unknown, computed from other "
     "weights, split across processes, or not matrices that are multiplied together"
 )
-
 
 # The numbers of a pass, the scalar that it returned, if it was one, and the call whose logits are kept.
 _Collected = tuple[dict[NumberKey, Number], ReturnedScalar | None, KeptCall | None]
@@ -267,15 +265,14 @@ class StepNumbers(Visitor):
         if self._readers is not None and self._readers[0].is_outdated():
             self._readers = self._spectra = None
         if self._readers is None:
+            names = {name for name, _ in model.named_parameters()}
+            moved = [x.name for x in sites if not x.parameters <= names]
+            if moved:
+                caution(MOVED.format(", ".join(moved)))
+            sites = [site for site in sites if site.name not in moved]
             unused = [name for site in sites for name in _without_gradient(model, site)]
             if unused:
                 caution(UNUSED.format(", ".join(unused)))
-            # A layer that was wrapped since it was found has other names.
-            names = {name for name, _ in model.named_parameters()}
-            renamed = [x.name for x in sites if not weights_of(x) <= names]
-            if renamed:
-                caution(RENAMED.format(", ".join(renamed)))
-            sites = [site for site in sites if site.name not in renamed]
             weights = WeightNorms(model, sites, self._optimizers)
             self._readers = weights, GainBounds(model, sites)
         for reader in self._readers:
