@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import enum
 import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,15 +25,36 @@ _MOST_WEIGHTS = 1 << 28
 _LISTS = (list, set, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 CONTAINERS = (*_LISTS, *_DICTS)
-_WITHOUT_CONTENTS = (
-    *(nn.Module, type, FunctionType, ModuleType),
-    *(str, int, float, torch.dtype, torch.device),
-)
+# What holds nothing that a pass can change; to look its type up is several times as fast as `isinstance`.
+CONSTANTS = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
+_WITHOUT_CONTENTS = (nn.Module, type, FunctionType, ModuleType, str, int, float)
 _NUMPYS_STREAMS = (np.random.Generator, np.random.RandomState)
 _LEAVES = (
     *(Tensor, np.ndarray, torch.Generator, random.Random),
     *_NUMPYS_STREAMS,
 )
+
+
+class _Kind(enum.Enum):
+    """What objects of a class hold."""
+
+    NOTHING = enum.auto()
+    LEAF = enum.auto()
+    MAPPING = enum.auto()
+    SEQUENCE = enum.auto()
+    ATTRIBUTES = enum.auto()
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_of(kind: type) -> _Kind:
+    """What objects of a class hold, asked once for each class: a search meets thousands of objects."""
+    if kind in CONSTANTS or issubclass(kind, _WITHOUT_CONTENTS):
+        return _Kind.NOTHING
+    if issubclass(kind, _LEAVES):
+        return _Kind.LEAF
+    if issubclass(kind, Mapping):
+        return _Kind.MAPPING
+    return _Kind.SEQUENCE if issubclass(kind, (tuple, *_LISTS)) else _Kind.ATTRIBUTES
 
 
 def reachable(
@@ -44,18 +66,19 @@ def reachable(
     waiting = [values]
     while waiting and len(visited) < _MOST_OBJECTS:
         x = waiting.pop()
-        if isinstance(x, _WITHOUT_CONTENTS) or id(x) in visited:
+        kind = _kind_of(type(x))
+        if kind is _Kind.NOTHING or id(x) in visited:
             continue
         # Kept, since a view of a mapping's values may be made anew under the same id.
         visited[id(x)] = x
-        if isinstance(x, (tuple, Mapping, *_LISTS)):
+        if kind in (_Kind.MAPPING, _Kind.SEQUENCE):
             if len(x) > _MOST_OBJECTS:
                 continue
             yield x
-            waiting += x.values() if isinstance(x, Mapping) else x
+            waiting += x.values() if kind is _Kind.MAPPING else x
             continue
         yield x
-        if not isinstance(x, _LEAVES):
+        if kind is _Kind.ATTRIBUTES:
             attributes = getattr(x, "__dict__", None)
             if isinstance(attributes, dict) and owns(x):
                 waiting += attributes.values()
@@ -89,15 +112,19 @@ class ObjectContents:
                 if tensors and x.dtype != object and x.size <= room:
                     self._restores.append(functools.partial(np.copyto, x, x.copy()))
                     room -= x.size
-            elif isinstance(x, (torch.Generator, random.Random, *_NUMPYS_STREAMS)):
+            elif _kind_of(type(x)) is _Kind.LEAF:
                 self._restores.append(_stream(x))
             elif type(x) in CONTAINERS:
                 self._contents.append((x, copy.copy(x)))
-            elif not isinstance(x, (tuple, Mapping, *_LISTS)):
+            elif _kind_of(type(x)) is _Kind.ATTRIBUTES:
                 attributes = getattr(x, "__dict__", None)
                 if isinstance(attributes, dict) and owns(x):
                     self._contents.append((attributes, dict(attributes)))
         self._restore_values = keep_values(small)
+
+    def is_unchanged(self) -> bool:
+        """True if the objects are known to hold what they held."""
+        return not self._restores and all(is_same(*held) for held in self._contents)
 
     def restore(self) -> None:
         """Gives the objects the contents that they had."""
@@ -164,9 +191,11 @@ def _has_memory(x: Tensor) -> bool:
 
 def is_same(x: Any, contents: Any) -> bool:
     """True if two containers hold the same objects in the same order."""
-    if isinstance(x, dict):
-        return is_same([*x, *x.values()], [*contents, *contents.values()])
-    return [*map(id, x)] == [*map(id, contents)]
+    if [*map(id, x)] != [*map(id, contents)]:
+        return False
+    return not isinstance(x, dict) or (
+        [*map(id, x.values())] == [*map(id, contents.values())]
+    )
 
 
 def keep_values(tensors: Iterable[Tensor]) -> Callable[[], None]:
@@ -178,14 +207,14 @@ def keep_values(tensors: Iterable[Tensor]) -> Callable[[], None]:
         if not (x.is_inference() or x.is_meta)
     ]
 
-    @torch.no_grad()
     def restore() -> None:
         for x, values, version in kept:
             # Batch norm's kernels write their averages without raising versions, so plain tensors are compared. Sparse,
             # nested and other kinds can't be, but a write to them raises their version.
             is_changed = version_of(x) != version
             if is_changed or (_is_plain(x) and not torch.equal(x, values)):
-                x.copy_(values)
+                with torch.no_grad():
+                    x.copy_(values)
 
     return restore
 

@@ -153,7 +153,7 @@ class GivenArguments:
         given = self.changed(change)
         if self._contents is None:
             return given
-        now = ObjectContents(given)
+        now = None if self._contents.is_unchanged() else ObjectContents(given)
         self._contents.restore()
         try:
             # deepcopy refuses tensors with a graph, such as hidden states in a cache, so they get copies beforehand.
@@ -166,7 +166,8 @@ class GivenArguments:
                 given, lambda x: x if _is_fixed(x) else copy.deepcopy(x, memo)
             )
         finally:
-            now.restore()
+            if now is not None:
+                now.restore()
 
     @contextmanager
     def as_given(self) -> Iterator[None]:

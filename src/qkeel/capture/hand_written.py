@@ -155,7 +155,7 @@ class EagerAttentionTracer:
     def minds(self, name: str) -> bool:
         """True if a call of this function may be relevant now, which is rarely the case."""
         return (
-            bool(self.tags)
+            bool(self.tags.entries)
             or name in PRODUCTS
             or (name == "softmax" and self._lists_missed)
         )
@@ -173,7 +173,7 @@ class EagerAttentionTracer:
                 return
         if name == "softmax" and self._lists_missed:
             self._tag_foreign(step)
-        if not self.tags or name in _FACTORIES:
+        if not self.tags.entries or name in _FACTORIES:
             return
         x, tag = None, None
         # The arguments of a write are the tensor, the index and the value; scores in the index would be no operand.

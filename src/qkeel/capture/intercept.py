@@ -73,7 +73,7 @@ from qkeel.patching.modes import (
     push_mode,
     take_off,
 )
-from qkeel.patching.module_tables import put_hooks, remove_hooks
+from qkeel.patching.module_tables import modules_of, put_hooks, remove_hooks
 from qkeel.patching.torch_state import in_vmap, running_frames, transformed_now
 
 
@@ -284,11 +284,13 @@ class CaptureMode(CallObserver):
             self.stack.ended = self._module_ended
         exchanges = any([only is None or only & _EXCHANGED for only in sought])
         around.enter_context(observed_by(self, exchanges=exchanges))
-        if modules is None:
-            modules = self.stack.root.module.modules()
-        self._recording = recording_code(self.stack.root.module)
-        if self._search is not None:
-            self._changing = changing_code(self.stack.root.module.modules())
+        model = self.stack.root.module
+        if modules is None or self._search is not None:
+            tree = modules_of(model).values()
+            modules = tree if modules is None else modules
+            if self._search is not None:
+                self._changing = changing_code(tree)
+        self._recording = recording_code(model)
         hide_recording_hooks(modules, around)
         self.wants_logsumexp = self.bounded is not None
         if self._only_in is None:

@@ -142,16 +142,16 @@ class Tags:
     """Tags by the identity of a tensor, which end with it. Batched tensors have no address that could be a key."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Tensor], Tag]] = {}
+        self.entries: dict[int, tuple[weakref.ref[Tensor], Tag]] = {}
 
     def get(self, x: object) -> Tag | None:
         """The tag of a tensor."""
-        entry = self._entries.get(id(x))
+        entry = self.entries.get(id(x))
         return entry[1] if entry is not None and entry[0]() is x else None
 
     def put(self, x: Tensor, tag: Tag) -> None:
         """Tags a tensor."""
-        key, entries = id(x), self._entries
+        key, entries = id(x), self.entries
 
         def forget(reference: weakref.ref[Tensor]) -> None:
             # Another tensor may have the identity of this one by now.
@@ -163,21 +163,21 @@ class Tags:
 
     def drop(self, x: Tensor) -> None:
         """Drops the tag of a tensor."""
-        self._entries.pop(id(x), None)
+        self.entries.pop(id(x), None)
 
     def scores(self) -> Iterator[tuple[Tensor, Scores]]:
         """The tensors of scores that still exist, with their tags."""
-        for reference, tag in list(self._entries.values()):
+        for reference, tag in list(self.entries.values()):
             x = reference()
             if x is not None and isinstance(tag, Scores):
                 yield x, tag
 
     def __bool__(self) -> bool:
-        return bool(self._entries)
+        return bool(self.entries)
 
     def clear(self) -> None:
         """Drops all tags."""
-        self._entries.clear()
+        self.entries.clear()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

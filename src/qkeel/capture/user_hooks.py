@@ -57,7 +57,8 @@ def hooks_held_back(
     functions: list[Callable[..., Any]] = []
     held: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any]]] = []
     tables = [global_hooks()]
-    for module in modules_of(model).values():
+    modules = [*modules_of(model).values()]
+    for module in modules:
         if not is_of_library(type(module)):
             functions.append(type(module).forward)
         tables.append((hooks_before(module), hooks_after(module)))
@@ -78,9 +79,7 @@ def hooks_held_back(
     stores = OutsideStores(functions)
     with_gradients: list[tuple[dict[int, Callable[..., Any]], dict[int, Any]]] = []
     if not runs_gradient_hooks:
-        with_gradients += [
-            (table, dict(table)) for table in gradient_hooks(modules_of(model).values())
-        ]
+        with_gradients += [(table, dict(table)) for table in gradient_hooks(modules)]
     try:
         for table, _ in with_gradients:
             table.clear()
@@ -261,7 +260,15 @@ def _function_of(hook: object) -> object:
 
 def is_of_library(hook: object) -> bool:
     """True if a function, a class or an object that can be called is torch's, Python's or that of a training library."""
+    if isinstance(hook, type):
+        return _is_library_class(hook)
     return _is_of(_LIBRARIES, hook)
+
+
+# A search asks this of thousands of objects, which are of few classes.
+@functools.lru_cache(maxsize=4096)
+def _is_library_class(kind: type) -> bool:
+    return _is_of(_LIBRARIES, kind)
 
 
 def _is_of(packages: Collection[str], hook: object) -> bool:

@@ -39,8 +39,25 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns every module once, keyed by name."""
-    return dict(model.named_modules())
+    """Returns every module once, keyed by name, in the order of `named_modules`, whose recursion takes each name through
+    all levels above it."""
+    modules: dict[str, nn.Module] = {}
+    visited: set[int] = set()
+    waiting = [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        if id(module) in visited:
+            continue
+        visited.add(id(module))
+        modules[name] = module
+        prefix = f"{name}." if name else ""
+        # The stack gives the last one back first. The table of a scripted module cannot be reversed itself.
+        waiting += [
+            (f"{prefix}{key}", child)
+            for key, child in reversed([*module._modules.items()])
+            if child is not None
+        ]
+    return modules
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:

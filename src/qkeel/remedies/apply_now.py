@@ -51,7 +51,7 @@ from qkeel.remedies.untrained_parameters import notice_untrained
 from qkeel.remedies.weights_in_use import check_weights_in_use
 from qkeel.sites.find import Models, found_sites, named_models, of_each, sites_of_each
 from qkeel.sites.site import AttentionSite, Sites
-from qkeel.sites.site_search import ModelTrace, run_once
+from qkeel.sites.site_search import Kept, ModelTrace, run_once
 
 GIVE_BATCH = "For apply: qkeel.apply(model, {!r}, optimizer, batch=batch), with a batch that the model accepts"
 
@@ -129,10 +129,14 @@ def _apply_all(
 
     Sites are found once, and again for the next remedies after a remedy that changes them. A remedy that has not itself
     run the model is followed by one pass, which checks that the model still runs."""
+    # What is kept holds tensors of every layer.
+    keeps: Kept = "graphs" if any(x.reads_graph for x in remedies) else "calls"
+    if all(remedy.on_steps for remedy in remedies):
+        keeps = "sites"
     sites, trace = (
         (known, None)
         if known is not None
-        else _sites(remedies[0], bare)
+        else _sites(remedies[0], bare, keeps=keeps)
         if remedies
         else (Sites(), None)
     )
@@ -165,7 +169,7 @@ def _apply_all(
                     pass
                 # Remedies that follow or are active already need the sites.
                 elif remedy is not remedies[-1] or active_remedies(bare.model):
-                    sites, trace = _sites(remedy, bare)
+                    sites, trace = _sites(remedy, bare, keeps=keeps)
                 elif trace is not None and not remedy.changes_spec:
                     run_once(bare.model, *bare.batch)
                 _check_others(remedy, sites)
@@ -331,11 +335,13 @@ def _drop_all(modules: Sequence[weakref.ref[nn.Module]], remedy: Remedy) -> None
             drop(module, lambda active: active is remedy)
 
 
-def _sites(remedy: Remedy, bare: Target) -> tuple[Sites, ModelTrace | None]:
-    """Returns the sites of a model, and the trace of the pass that revealed them, if there was one."""
+def _sites(
+    remedy: Remedy, bare: Target, *, keeps: Kept
+) -> tuple[Sites, ModelTrace | None]:
+    """Returns the sites of a model, and the trace of the pass that revealed them, if there was one and it is kept."""
     args, kwargs = bare.batch
     try:
-        return found_sites(bare.model, args, kwargs, keeps=True)
+        return found_sites(bare.model, args, kwargs, keeps=keeps)
     except RefusedError as error:
         if args or kwargs:
             raise

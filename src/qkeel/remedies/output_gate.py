@@ -37,6 +37,7 @@ class OutputGate(Remedy):
     init: Literal["keep", "random"] = "keep"
 
     name = "output_gate"
+    reads_graph = True
     line = "gates the output of attention by a sigmoid of the layer's input, so that a head may contribute nothing"
     source = "Qiu et al. 2025, arXiv 2505.06708"
     rule = (

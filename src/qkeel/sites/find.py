@@ -39,7 +39,7 @@ from qkeel.sites.site import (
     rows,
     within,
 )
-from qkeel.sites.site_search import ModelTrace, traced
+from qkeel.sites.site_search import Kept, ModelTrace, traced
 
 # Several models that are passed as one, such as the pipeline stages of one process. Each of them has a name.
 
@@ -258,10 +258,10 @@ def find_sites(model: nn.Module, batch: object = None) -> Sites:
 
 
 def found_sites(
-    model: nn.Module, args: Args, kwargs: Kwargs, *, keeps: bool = False
+    model: nn.Module, args: Args, kwargs: Kwargs, *, keeps: Kept = "sites"
 ) -> tuple[Sites, ModelTrace | None]:
-    """The sites of a model, and the trace of the pass in which they were found, if it `keeps` one. The trace is None if
-    there is no example, if the model is split across processes, or if it is on the meta device."""
+    """The sites of a model, and the trace of the pass in which they were found, if it `keeps` more than sites. The trace
+    is None if there is no example, if the model is split across processes, or if it is on the meta device."""
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(
             f"expected a torch.nn.Module to find attention in, got {type(model).__name__}"
@@ -274,7 +274,7 @@ def found_sites(
             return bound(_searched(_with_values(model), args, kwargs)[0], model), None
         with whole_weights(model):
             sites, trace = _searched(model, args, kwargs, keeps=keeps)
-            return sites, trace if keeps else None
+            return sites, None if keeps == "sites" else trace
     own = own_sites(model)
     if not own:
         takes = inspect.signature(model.forward)
@@ -287,7 +287,7 @@ def found_sites(
 
 
 def _searched(
-    model: nn.Module, args: Args, kwargs: Kwargs, *, keeps: bool = False
+    model: nn.Module, args: Args, kwargs: Kwargs, *, keeps: Kept = "sites"
 ) -> tuple[Sites, ModelTrace]:
     own = own_sites(model)
     trace = traced(model, args, kwargs, expected=not own, keeps=keeps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import distributed as dist
-from qkeel.capture.contents import reachable
+from qkeel.capture.contents import CONSTANTS, reachable
 from qkeel.capture.example import GivenArguments, ModuleCall, tensors
 from qkeel.capture.readers import unobserved
 from qkeel.capture.user_hooks import is_of_library
@@ -74,13 +75,14 @@ def copy_of(
         elif weights is not None:
             memo[id(p)] = value
     for inner in module.modules():
-        # deepcopy is slow for tables, of which a module has many, nearly all of them empty.
-        memo |= {
-            id(table): type(table)()
-            for table in vars(inner).values()
-            if type(table) in (dict, collections.OrderedDict) and not table
-        }
-        for x in reachable(vars(inner), _holds_state):
+        attributes: dict[str, Any] = {}
+        for name, value in vars(inner).items():
+            # deepcopy is slow for tables, of which a module has many, nearly all of them empty.
+            if type(value) in (dict, collections.OrderedDict) and not value:
+                memo[id(value)] = type(value)()
+            else:
+                attributes[name] = value
+        for x in reachable(attributes, _holds_state):
             # Teachers and averages of weights may stand in lists, beside the tree of modules.
             for beside in x if isinstance(x, (list, tuple)) else ():
                 if isinstance(beside, nn.Module):
@@ -96,15 +98,49 @@ def copy_of(
                     memo[id(x)] = x
                 elif not x.is_leaf:
                     memo[id(x)] = x.detach().clone()
-    sharded = {
-        inner: _unsharded(inner) for inner in module.modules() if _is_sharded(inner)
-    }
-    memo |= {id(inner): other for inner, other in sharded.items()}
-    for inner, other in sharded.items():
-        vars(other).update(copy.deepcopy(_without_sharding(inner), memo))
+    twins: list[tuple[nn.Module, dict[str, Any]]] = []
+    for inner in module.modules():
+        if _is_sharded(inner):
+            twin, attributes = _unsharded(inner), _without_sharding(inner)
+        elif _is_copied_by_attributes(type(inner)):
+            twin, attributes = object.__new__(type(inner)), inner.__getstate__()
+        else:
+            continue
+        memo[id(inner)] = twin
+        twins.append((twin, attributes))
+    for twin, attributes in twins:
+        copies = vars(twin)
+        for name, value in attributes.items():
+            if type(value) in CONSTANTS:
+                copies[name] = value
+            else:
+                # To ask here spares deepcopy, as most values are empty tables.
+                is_known = id(value) in memo
+                copies[name] = (
+                    memo[id(value)] if is_known else copy.deepcopy(value, memo)
+                )
     copied = copy.deepcopy(module, memo)
     vars(copied)[COPY_MARK] = True
     return copied
+
+
+# What deepcopy asks a class for.
+_RULES_OF_COPIES = (
+    "__deepcopy__",
+    "__reduce_ex__",
+    "__reduce__",
+    "__getstate__",
+    "__setstate__",
+)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_copied_by_attributes(kind: type[nn.Module]) -> bool:
+    """True for a class of modules without rules of its own for copies, which are then the copies of the attributes."""
+    return all(
+        getattr(kind, rule, None) is getattr(nn.Module, rule, None)
+        for rule in _RULES_OF_COPIES
+    )
 
 
 def _is_sharded(module: nn.Module) -> bool:

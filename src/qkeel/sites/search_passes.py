@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
@@ -16,6 +15,7 @@ from qkeel.errors import InvalidValueError
 from qkeel.patching.autograd import without_checkpoints
 from qkeel.patching.guards import DeferredError, Guarded, unguarded
 from qkeel.patching.modes import Args, Kwargs
+from qkeel.patching.module_tables import buffers_of, modules_of, parameters_of
 from qkeel.patching.sharded_models import gathered, running_stage
 
 SEARCH = "the search for attention in a model that is split across processes"
@@ -125,7 +125,14 @@ def check_devices(model: nn.Module, *example: object) -> None:
     Raises:
         InvalidValueError: the example is on another device; the message names both devices.
     """
-    homes = {x.device for x in itertools.chain(model.parameters(), model.buffers())}
+    modules = modules_of(model).values()
+    homes = {
+        x.device
+        for module in modules
+        for table in (parameters_of(module), buffers_of(module))
+        for x in table.values()
+        if x is not None
+    }
     for x in tensors(example):
         # A scalar on the CPU can be combined with tensors on any device.
         if homes and x.device not in homes and (x.ndim or x.device.type != "cpu"):

@@ -17,7 +17,7 @@ import inspect
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import final
+from typing import Literal, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,10 @@ from qkeel.sites.verify import CannotRerunError, Verification
 
 _LOG = logging.getLogger(__name__)
 
+# What a search keeps besides sites: their calls; and what every call was computed from, for which it copies the arguments
+# of each layer, with all keys and values that a cache holds by then.
+Kept = Literal["sites", "calls", "graphs"]
+
 
 @final
 class SiteSearch:
@@ -87,7 +91,7 @@ class SiteSearch:
     Args:
         model: the model.
         cuts: whether some of the tokens may suffice.
-        keeps: whether traces are kept, which hold tensors.
+        keeps: what is kept of the passes, whose traces hold tensors.
         may_wait: says whether all processes make this search, so that they may wait for each other in it.
 
     Attributes:
@@ -101,7 +105,7 @@ class SiteSearch:
         model: nn.Module,
         *,
         cuts: bool = True,
-        keeps: bool = False,
+        keeps: Kept = "sites",
         may_wait: Callable[[], bool] = lambda: True,
     ) -> None:
         self.sites = Sites()
@@ -223,12 +227,14 @@ class SiteSearch:
         is_shared = any(id(p) in self._shared for p in module.parameters())
         if is_shared or id(module) in self._whole:
             return None
+        given = None
         with unnoticed(waits=False):
             try:
                 # Tensors of some layouts and dtypes can't be compared.
                 is_like = known.is_like(frame, name)
                 trace = known.trace_of(module, name) if is_like else None
-                given = known.part.given(frame) if trace and self._keeps else None
+                if trace is not None and self._keeps_graph(trace):
+                    given = known.part.given(frame)
             except Exception as failure:
                 _LOG.debug("%s does not run like another: %s", name, failure)
                 return None
@@ -240,8 +246,14 @@ class SiteSearch:
             part=known.part,
             copied=known.copied,
             trace=trace,
-            read=given and functools.partial(self._traced, module, given),
+            read=functools.partial(self._traced, module, given) if given else _not_kept,
         )
+
+    def _keeps_graph(self, trace: PartTrace) -> bool:
+        """True if the graph of a layer like another one may be asked for: norms ask for that of summed products."""
+        if self._keeps == "calls":
+            return any(len(site.terms) > 1 for site in trace.sites)
+        return self._keeps == "graphs"
 
     def _lacks(self, frame: ModuleCall) -> bool:
         """True if a module makes more calls than those that some of its tokens have shown; all of them are then taken,
@@ -398,7 +410,7 @@ class SiteSearch:
             by_name[name] = dataclasses.replace(
                 site, name=name, module=module, callers=callers
             )
-            if self._keeps:
+            if self._keeps != "sites":
                 self.traces[name] = SiteTrace(of_module=trace, name=part.name)
             if trace.part.tokens and len(trace.trace.calls[part.name]) == 1:
                 self._of_some_tokens.add(name)
@@ -514,6 +526,10 @@ def weights_of(site: AttentionSite) -> set[str]:
     return {s.parameter for s in (*site.query, *site.key)}
 
 
+def _not_kept() -> NoReturn:
+    raise RuntimeError('the search was not asked for keeps="graphs"')
+
+
 _NO_BOUNDS = (
     "the logit bounds that the norms of {} imply are unknown and not watched: there is not enough memory to read them "
     "from one whole sequence. For the bounds, call find_sites with a batch of one sequence that is as long as memory "
@@ -593,7 +609,7 @@ def traced(
     kwargs: Kwargs,
     *,
     expected: bool = True,
-    keeps: bool = True,
+    keeps: Kept = "graphs",
 ) -> ModelTrace:
     """Returns the trace of a pass over an example.
 
@@ -601,7 +617,7 @@ def traced(
         model: the model.
         args, kwargs: the example.
         expected: whether a pass without attention is an error.
-        keeps: whether the traces of its modules are kept, without which it holds sites alone.
+        keeps: what the trace holds; by default all.
 
     Raises:
         NoAttentionError: no attention was observed although it was `expected`.
