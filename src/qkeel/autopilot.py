@@ -66,6 +66,7 @@ from qkeel.patching.optimizers import StepHooks, listed, stepping, when_hooks_ar
 from qkeel.remedies import apply
 from qkeel.remedies import parse as parse_remedies
 from qkeel.remedies.optimizer_trials import innermost
+from qkeel.remedies.saved_state import has_stepped
 from qkeel.sites.find import find_sites
 from qkeel.sites.site import AttentionSite
 
@@ -601,6 +602,16 @@ _OFF = (
     "training continues"
 )
 
+_MISSING = (
+    "the autopilot starts anew: the optimizer has taken steps, and no state of the autopilot was loaded. If these steps were "
+    "taken with an autopilot, save its state_dict() with each checkpoint, and pass that to load_state_dict() before the "
+    "first step"
+)
+_OPEN_STEP = (
+    "the state of the autopilot was read between two passes of one step, and it holds no numbers of the passes so far, so a "
+    "training that goes on from it may decide otherwise. Save after optimizer.step()"
+)
+
 
 @final
 class Autopilot(Handle):
@@ -642,6 +653,12 @@ class Autopilot(Handle):
         self._scheduled = Handle(lambda: None)
         self._guard = FaultGuard(_OFF, self._stop)
         self._stopped = False
+        #: Whether the optimizer has steps behind it of which the autopilot has no state, until this is said.
+        self._is_state_missing = has_stepped(self.optimizers[0])
+        self._has_state = self._has_warned_of_open_step = False
+        self._loading = self.optimizers[0].register_load_state_dict_post_hook(
+            self._note_load
+        )
         self._hooks = StepHooks(
             None, lambda o: self._guard(self._after, o), self.optimizers[0]
         )
@@ -700,15 +717,22 @@ class Autopilot(Handle):
     def _stop(self) -> None:
         self._stopped = True
         self._hooks.remove()
+        self._loading.remove()
         # Hooks cannot be removed within a step; they remain, without effect, until remove() is called again.
         if not stepping():
             self._scheduled.remove()
+
+    def _note_load(self, _: Optimizer) -> None:
+        self._is_state_missing = not self._has_state
 
     def _after(self, optimizer: Optimizer) -> None:
         """Called by a hook after a step of the first optimizer."""
         self._scheduled.remove()
         if self._stopped or not self.monitor.active:
             return
+        if self._is_state_missing:
+            self._is_state_missing = False
+            caution(_MISSING)
         # The first record is handled without lag, so that a checkpoint right after it contains the sites.
         sample = self._next_sample(lag=0 if self.sites is None else 1)
         if sample is not None:
@@ -816,6 +840,9 @@ class Autopilot(Handle):
     # The state contains tensors by name, which every checkpoint format can store. Nothing is pickled.
 
     def _state(self) -> State:
+        if self.monitor.is_in_step and not self._has_warned_of_open_step:
+            self._has_warned_of_open_step = True
+            caution(_OPEN_STEP)
         facts: Row = {"policy": self.spec, "begun": self.sites is not None}
         arrays: dict[str, np.ndarray] = {}
         tensors = {f"monitor/{name}": x for name, x in self.monitor.state().items()}
@@ -868,6 +895,7 @@ class Autopilot(Handle):
         if begun:
             self._resume(facts, state)
         self.monitor.load(under("monitor/", state))
+        self._has_state, self._is_state_missing = True, False
 
     def _resume(self, facts: Row, state: State) -> None:
         decisions = [Decision.of(row) for row in facts["decisions"]]

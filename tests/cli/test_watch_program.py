@@ -57,6 +57,21 @@ def test_a_script_may_close_its_output(tmp_path):
     assert (watched.returncode, watched.stdout) == (0, run(words, tmp_path).stdout)
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_script_may_close_its_errors(before, tmp_path):
+    closed = "import sys\nsys.stderr.close()\n"
+    training = """
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+train(model, optimizer, 3)
+"""
+    script(tmp_path, closed + training if before else training + closed)
+    result = watched(["python", "train.py"], tmp_path, "--every", "1")
+    assert result.returncode == 0
+    records = tmp_path / "qkeel-runs" / "train" / "metrics.jsonl"
+    assert len(records.read_text().splitlines()) == 3
+
+
 @pytest.mark.parametrize("mode", ["fine", "raise", "chain", "exit", "words", "hook"])
 def test_output_exit_code_and_traceback_are_those_of_python(mode, tmp_path, here):
     (tmp_path / "talk.py").write_text(TALKER)

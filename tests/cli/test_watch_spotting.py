@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from tests.contract.cli.scripts import MODEL
+from tests.training import SharpnessAware
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
@@ -179,6 +180,17 @@ def test_an_optimizer_made_after_steps_begins_a_new_phase(found):
     assert found.are(net, net)
     assert found.steps() == [2, 1]
     assert [ref().active for ref in found.monitors] == [False, True]
+
+
+def test_an_optimizer_inside_another_one_takes_the_steps(found):
+    net = Net()
+    optimizer = SharpnessAware(net.parameters(), SGD, lr=0.1)
+    for step in range(3):
+        loss(net, batch(step)).backward()
+        optimizer.first_step()
+        loss(net, batch(step)).backward()
+        optimizer.second_step()
+    assert found.steps() == [None, 2]
 
 
 def test_models_and_optimizers_are_held_weakly(found):

@@ -9,9 +9,12 @@ import warnings
 
 import torch
 from torch._dynamo.utils import counters
+from torch.autograd import forward_ad
+from torch.func import jvp
 
 import qkeel
 from qkeel.nn import Attention
+from qkeel.patching.torch_state import with_tangents
 from qkeel.sites import Tap
 
 
@@ -73,6 +76,30 @@ def chosen(preset, impl, backend):
     return max(difference(module, compiled, length) for length in (12, 1))
 
 
+def tangents(preset, impl, backend):
+    """One graph, in and out of forward-mode differentiation that begins later or within the graph."""
+    module = attention(preset, impl)
+    x, along = torch.randn(2, 2, 5, 32)
+    want = jvp(module, (x,), (along,))
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    compiled(x)
+    with forward_ad.dual_level():
+        dual = compiled(forward_ad.make_dual(x, along))
+        got = [*forward_ad.unpack_dual(dual)]
+    within = torch.compile(
+        lambda x, along: (*jvp(module, (x,), (along,)), module(x)),
+        fullgraph=True,
+        backend=backend,
+    )
+    got += within(x, along)
+    asked = torch.compile(with_tangents, fullgraph=True, backend=backend)
+    assert not asked()
+    with forward_ad.dual_level():
+        assert asked()
+    pairs = zip(got, [*want, *want, want[0]], strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
 def watched(preset, impl, backend):
     """Watched by what the kernel finds: outputs, gradients and the number of graphs are the unwatched ones."""
     found, graphs = [], []
@@ -123,6 +150,7 @@ CASES = {
     "fullgraph": fullgraph,
     "tapped": tapped,
     "chosen": chosen,
+    "tangents": tangents,
     "watched": watched,
     "stated": stated,
 }

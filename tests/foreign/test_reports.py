@@ -128,7 +128,7 @@ def test_what_makes_an_output_nan_is_said_and_nothing_else(seed):
     """AshleyLab/OpenMHC#11, fairseq#1495, lucidrains/imagen-pytorch#69"""
     draw, x = random.Random(seed), tokens(seed)
     mask = torch.ones(x.shape[:2], dtype=torch.long)
-    fault = ["padding", "strict", "overflow", "none"][seed]
+    fault = ["padding", "strict", "overflow", "none"][seed % 4]
     if fault == "padding":
         mask[1] = 0
 

@@ -38,12 +38,11 @@ def test_only_an_autopilot_that_has_mended_every_head_is_judged_by_the_last_reco
         (50.0, ["forecast 1000"], Status.HEALTHY),
         (50.0, [], Status.NOT_HEALTHY),
         (50.0, ["growth"], Status.NOT_HEALTHY),
-        (200.0, ["forecast 1000"], Status.NOT_HEALTHY),
+        (200.0, ["forecast 1000"], Status.HEALTHY),
+        (1200.0, ["forecast 1000"], Status.NOT_HEALTHY),
     ],
 )
-def test_a_forecast_that_was_taken_back_does_not_count_where_logits_are_small_again(
-    last, over, status
-):
+def test_a_forecast_that_was_taken_back_does_not_count(last, over, status):
     alarm = {"event": "alarm", "severity": "alarm", "rule": "forecast 1000", "step": 1}
     ends = [{"event": OVER, "rule": rule, "step": 2} for rule in over]
     run = heads([80.0, 1.0], [150.0, 1.0], [last, 1.0])

@@ -65,13 +65,15 @@ class Model(nn.Module):
         logits, value = self.policy(x), self.critic(x)
         losses = logits.square().mean(), value.square().mean()
         # From each of them a gradient reaches all blocks.
-        self.losses = losses[:1] if self.form in ("tensor", "itself") else losses
+        is_one = self.form in ("tensor", "itself", "in a tuple")
+        self.losses = losses[:1] if is_one else losses
         self.loss = losses[0] if self.form == "itself" else None
         return {
             "tensor": logits,
             "tuple": (logits, value),
             "object": Output(logits, value, losses[0]),
             "itself": logits.detach(),
+            "in a tuple": logits.detach(),
         }[self.form]
 
 
@@ -84,7 +86,8 @@ class Program:
         torch.manual_seed(seed)
         pick = self.draw.choice
         is_reentrant = pick([None, None, False, True])
-        self.model = Model(pick(["tensor", "tuple", "object", "itself"]), is_reentrant)
+        forms = ["tensor", "tuple", "object", "itself", "in a tuple"]
+        self.model = Model(pick(forms), is_reentrant)
         self.model.train(pick([True, True, False]))
         # A reentrant checkpoint of frozen blocks needs an input with gradients.
         self.is_frozen = not is_reentrant and pick([False, False, True])

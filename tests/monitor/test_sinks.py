@@ -1,7 +1,6 @@
 """What a sink writes can be read: at the end, at any instant before it, and never over what was there."""
 
 import logging
-import warnings
 
 import numpy as np
 import pytest
@@ -61,29 +60,6 @@ def test_a_run_comes_back_as_it_was_written(tmp_path):
         summary["max_logit"],
         summary["alarms"],
     ) == (20, 3, 20.0, 1)
-
-
-def test_a_record_that_cannot_be_written_is_lost_alone(tmp_path, monkeypatch):
-    sink = opened(tmp_path / "watch")
-    sink.write(sample(0))
-
-    def full(path, value):
-        raise RunDirectoryError("cannot append") from OSError(
-            28, "No space left on device"
-        )
-
-    with monkeypatch.context() as patch:
-        patch.setattr("qkeel.monitor.sinks.append_line", full)
-        with pytest.warns(UserWarning, match="No space left"):
-            sink.write(sample(10))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            sink.write(sample(20))  # said once
-    sink.write(sample(30))
-    assert [line["step"] for line in RunDirectory(tmp_path / "watch").metrics()] == [
-        0,
-        30,
-    ]
 
 
 def test_nothing_on_disk_is_written_over(tmp_path):

@@ -1,5 +1,7 @@
 """The weights behind each head and what a step adds to them, as a watched step records them: against dense products."""
 
+import random
+from collections import OrderedDict
 from collections.abc import Callable
 
 import numpy as np
@@ -9,9 +11,10 @@ import transformers
 from numpy.testing import assert_allclose
 from tests.training import adamw, sgd
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 
 import qkeel
-from qkeel.errors import InvalidValueError
+from qkeel.errors import InvalidValueError, QkeelWarning
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig
 from qkeel.nn.mla import LatentSizes
 from qkeel.spec import AttentionSpec, RMSNorm
@@ -239,3 +242,44 @@ def test_a_layer_without_gradients_leaves_those_of_its_likes_as_they_are():
             if p.grad is not None:
                 rms = p.grad.unflatten(0, (H, -1)).square().mean((1, 2)).sqrt()
             assert_allclose(record[f"{side}_grad_rms"][0, i], rms, rtol=1e-6)
+
+
+def remove(model, name):
+    delattr(model, name)
+
+
+def mask(model, name):
+    prune.identity(model.get_submodule(name).q_proj, "weight")
+
+
+def reparametrise(model, name):
+    parametrizations.weight_norm(model.get_submodule(name).k_proj)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("change", [remove, mask, reparametrise])
+def test_weights_that_change_place_are_told_of_and_the_others_stay_watched(
+    change, seed
+):
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    layers = {name: Attention(d_model=WIDTH, n_heads=H) for name in "abc"}
+    model = nn.Sequential(OrderedDict(layers)).double()
+    optimizer, name, first = sgd(model), draw.choice("abc"), draw.randrange(1, 3)
+    right = []
+    with qkeel.watch(model, optimizer, rules=()) as monitor:
+        for step in range(4):
+            q = [dense_attention(layer)[0] for layer in layers.values()]
+            right.append(torch.stack(q).flatten(2).norm(dim=2).numpy())
+            if step == first:
+                change(model, name)
+            model(X).square().mean().backward()
+            if step == first:
+                with pytest.warns(QkeelWarning, match=f"weights of {name} are not"):
+                    optimizer.step()
+            else:
+                optimizer.step()  # a second warning would be an error
+        values = monitor.history.heads["query_weight_norm"]
+    for of_step in right[first:]:
+        of_step["abc".index(name)] = np.nan
+    assert_allclose(values, right, rtol=1e-6)

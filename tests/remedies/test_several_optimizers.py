@@ -1,9 +1,12 @@
 """The weights of one model lie in several optimizers, such as Muon for matrices and AdamW for the rest."""
 
+import random
+
 import pytest
 import torch
 from tests.attention import Attention, values
 from tests.drawing import randint, randn
+from tests.training import SharpnessAware
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.testing import assert_close
@@ -170,3 +173,42 @@ def test_what_an_optimizer_without_a_step_holds_is_clipped_before_the_next_pass(
     model(X)
     near = torch.full((HEADS,), TAU).double()
     assert_close(model.largest(X), near, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("has_closure", [True, False])
+def test_an_optimizer_inside_another_one_takes_the_steps(has_closure, seed):
+    draw = random.Random(seed)
+    base, lr, rho = draw.choice([SGD, AdamW]), draw.choice([0.0, 0.02]), draw.random()
+
+    def run(watched):
+        model = Separate().double()
+        optimizer = SharpnessAware(model.parameters(), base, lr=lr, rho=rho)
+        x, largest = X.double(), []
+
+        def backward():
+            largest.append(model.largest(x))
+            model(x).square().mean().backward()
+
+        monitor = None
+        if watched:
+            qkeel.apply(model, f"qk_clip:threshold={TAU}", optimizer, batch=x)
+            monitor = qkeel.watch(model, optimizer, rules=())
+        backward()
+        if has_closure:
+            optimizer.step(backward)
+        else:
+            optimizer.first_step()
+            backward()
+            optimizer.second_step()
+        return model, torch.stack(largest).amax(0), monitor
+
+    plain, largest, _ = run(watched=False)
+    clipped, _, monitor = run(watched=True)
+    root = (TAU / largest).clamp(max=1).sqrt().repeat_interleave(HEAD_DIM)
+    for name, p in plain.named_parameters():
+        factors = 1.0 if name.startswith("v") else root if p.ndim < 2 else root[:, None]
+        assert_close(clipped.get_parameter(name).detach(), p.detach() * factors)
+    assert monitor.history.steps.tolist() == [0]
+    recorded = torch.from_numpy(monitor.history.heads["max_logit"][0, 0])
+    assert_close(recorded, largest.to(recorded), rtol=1e-6, atol=0)

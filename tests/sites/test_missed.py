@@ -1,5 +1,6 @@
 """Attention that is not understood is listed, said once, and left out by remedies only when asked."""
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -124,6 +125,43 @@ def test_scores_that_are_normalised_in_another_way_and_multiplied_with_values_ar
     assert [site.name for site in sites] == ["1"]
     assert {missed.module for missed in sites.missed} == {"0"}
     assert all(missed.reason for missed in sites.missed)
+
+
+class Transposed(Odd):
+    """A softmax of scores over one of the two dimensions of tokens, and values summed along one."""
+
+    def __init__(self, order, over, along, draw):
+        super().__init__(lambda _, z: z)
+        self.order, self.over, self.along = order, over, along
+        self.is_masked, self.rate = draw.random() < 0.5, draw.choice([0.0, 0.2])
+
+    def attended(self, q, k, v):
+        z = torch.einsum(f"bhtd,bhsd->{self.order}", q, k)
+        if self.is_masked and self.order.startswith("bh"):
+            z = z.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
+        # A row in which all is hidden would be NaN.
+        weights = F.dropout(z.softmax(self.order.index(self.over)), self.rate)
+        rest = "ts".replace(self.along, "")
+        return torch.einsum(
+            f"{self.order},bh{self.along}d->bh{rest}d", weights.nan_to_num(), v
+        )
+
+
+@pytest.mark.parametrize("over", "ts")
+@pytest.mark.parametrize("along", "ts")
+@pytest.mark.parametrize("order", ["bhts", "bhst", "btsh", "bsth"])
+def test_weights_that_are_normalised_along_another_dimension_than_values_are_summed_are_missed(
+    order, over, along
+):
+    torch.manual_seed(0)
+    odd = Transposed(order, over, along, random.Random(order + over + along))
+    sites = find_sites(nn.Sequential(odd, Odd(lambda _, z: z)), x())
+    if odd.over == odd.along:
+        assert [site.name for site in sites] == ["0", "1"]
+        assert not sites.missed
+    else:
+        assert [site.name for site in sites] == ["1"]
+        assert "over the queries" in sites.missed[0].reason
 
 
 def test_a_classifier_with_a_copy_of_its_weight_is_not_missed():

@@ -115,8 +115,10 @@ def maps(work: Work) -> Answers:
             yield "reported", site.why, site.name
             continue
         # A row that sees no key has weights of 0 in maps; here it may have any.
-        seen = calls[0].visible.any(-1, keepdim=True)
-        expected = calls[0].capped.softmax(-1).where(seen, 0.0)
+        visible = calls[0].visible
+        seen = visible.any(-1, keepdim=True)
+        logits = calls[0].capped.masked_fill(~visible, -torch.inf)
+        expected = logits.softmax(-1).where(seen, 0.0)
         mine = weights[site.name].double()
         if mine.shape != expected.shape:
             yield (

@@ -251,20 +251,28 @@ def rotation_of(fit: NormFit, tolerance: float, rounding: float) -> Rotation | N
     x, y = before[..., moving], after[..., moving]
     x_halves, y_halves = x.chunk(2, -1), y.chunk(2, -1)
     x_neighbours, y_neighbours = (z.unflatten(-1, (-1, 2)).unbind(-1) for z in (x, y))
-    for pairing, (a, b), (c, d) in (
+    pairings = (
         ("half", x_halves, y_halves),
         ("interleaved", x_neighbours, y_neighbours),
         # DeepSeek's weights hold interleaved pairs, which its code puts into halves.
         ("half", x_neighbours, y_halves),
-    ):
-        # The angle [t pairs] by which all heads turn together at each token.
-        angle = torch.atan2((a * d - b * c).sum(0), (a * c + b * d).sum(0))
-        cos, sin = angle.cos(), angle.sin()
-        error = torch.cat([a * cos - b * sin - c, a * sin + b * cos - d]).abs().max()
-        if float(error) <= 10 * tolerance * scale:
-            base, reason = _base(angle)
+    )
+    # The angles [n t pairs] are those of all heads, or, where heads and tokens were mistaken for each other, of all
+    # tokens.
+    for over, alike in (("tokens", 0), ("heads", 1)):
+        for pairing, (a, b), (c, d) in pairings:
+            cross, inner = a * d - b * c, a * c + b * d
+            angle = torch.atan2(cross.sum(alike, True), inner.sum(alike, True))
+            cos, sin = angle.cos(), angle.sin()
+            error = torch.cat([a * cos - b * sin - c, a * sin + b * cos - d])
+            if float(error.abs().max()) > 10 * tolerance * scale:
+                continue
             shown = "one pair" if count == 2 else pairing
-            return Rotation(dims=count, of=size, pairing=shown, base=base, why=reason)  # type: ignore[arg-type]
+            rotation = Rotation(dims=count, of=size, pairing=shown, over=over)  # type: ignore[arg-type]
+            if over == "heads":
+                return rotation
+            base, reason = _base(angle[0])
+            return dataclasses.replace(rotation, base=base, why=reason)
     return Rotation(dims=count, of=size, why="it is no rotation of pairs")
 
 

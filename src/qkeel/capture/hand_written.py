@@ -42,6 +42,7 @@ from qkeel.capture.products import (
     Product,
     is_weight,
     read_product,
+    summed_dims,
     view_function,
     viewed,
     widened,
@@ -109,6 +110,7 @@ _SUMS = {
 _PASSES = ELEMENTWISE | VIEWS | _MASKS | JOINS | _SUMS.keys()
 
 _FOREIGN = "values of several positions are weighted by a softmax of scores that are no products of queries and keys"
+_OVER_QUERIES = "its softmax runs over the queries, so the weights that a query gives to its keys do not sum to one"
 _DEPENDS = "a term added to its scores depends on the input and is not a product"
 
 
@@ -461,6 +463,9 @@ class EagerAttentionTracer:
         if isinstance(tag, Weights) and factors:
             if tag.reason and not is_weight(factors[0]):
                 self._report_missed(step.frame, step.name, tag.reason)
+            elif tag.call in self.waiting and self._is_over_queries(step, tag.call, x):
+                self.waiting.remove(tag.call)
+                self._report_missed(tag.call.frame, "softmax", _OVER_QUERIES)
             elif tag.call is not None:
                 site = self._meets_values(tag.call)
                 if site is not None:
@@ -469,6 +474,17 @@ class EagerAttentionTracer:
             is_weight(y) or y.ndim < 3 for y in factors
         ):
             self._tag_lost(step, tag, x)
+
+    def _is_over_queries(self, step: Step, waiting: WaitingCall, x: Tensor) -> bool:
+        """True if a softmax ran over another dimension of the weights x than that along which values are summed, and
+        nothing made the weights of a query sum to one after it."""
+        if not self._lists_missed or waiting.dim is None:
+            return False
+        # Dropout keeps strides; what was transposed since is not known.
+        dims = summed_dims(step.name, step.args, x, step.out)
+        if x.stride() != waiting.strides or dims in ([], [waiting.dim]):
+            return False
+        return not bool(((x.detach().float().sum(dims) - 1).abs() < 1e-3).all())
 
     def _tag_foreign(self, step: Step) -> None:
         """Tags a softmax over scores that are no products, so that it is missed if it weights values of positions."""
@@ -557,6 +573,7 @@ class EagerAttentionTracer:
             self._report_missed(tag.frame.shared_with(step.frame), "softmax", reason)
             return None
         waiting = self._attention(step.frame, tag, x, dim)
+        waiting.dim, waiting.strides = dim, step.out.stride()
         normalizer = step.argument("normalizer", 3)
         if isinstance(normalizer, Normalizer):
             # The softmax that qkeel computes in its place, under a remedy.

@@ -163,21 +163,11 @@ def read_product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product 
         added=added,
         table=not all(active),
     )
-    if name == "einsum":
-        letters = _letters(arguments[0], first.ndim, second.ndim)
-    else:
-        batch = string.ascii_lowercase[: out.ndim - 2]
-        of_first, of_second = (
-            batch[out.ndim - first.ndim :],
-            batch[out.ndim - second.ndim :],
-        )
-        letters = f"{of_first}TD", f"{of_second}DS", f"{batch}TS"
+    letters = _letters(name, arguments[0], first, second, out.ndim)
     if letters is None:
         return product
     of_first, of_second, of_scores = letters
-    summed = [
-        letter for letter in of_first if letter in of_second and letter not in of_scores
-    ]
+    summed = _summed(letters)
     return dataclasses.replace(
         product,
         left=_operand(first, of_first, of_scores, summed),
@@ -201,7 +191,38 @@ def _operand(x: Tensor, letters: str, of_scores: str, summed: Sequence[str]) -> 
     return Operand(x.permute(order).reshape(*shape, width), x)
 
 
-def _letters(equation: object, first: int, second: int) -> tuple[str, str, str] | None:
+def summed_dims(name: str, args: Args, x: Tensor, out: Tensor) -> list[int]:
+    """The dimensions of x over which `out = name(*args)` sums, if x is one of its two factors and they are known."""
+    factors = [y for y in args if isinstance(y, Tensor)]
+    if len(factors) != 2:
+        return []
+    first, second = factors
+    letters = _letters(name, args[0], first, second, out.ndim)
+    if letters is None:
+        return []
+    of_x = letters[0] if first is x else letters[1]
+    return [of_x.index(letter) for letter in _summed(letters)]
+
+
+def _summed(letters: tuple[str, str, str]) -> list[str]:
+    of_first, of_second, of_result = letters
+    return [y for y in of_first if y in of_second and y not in of_result]
+
+
+def _letters(
+    name: str, equation: object, first: Tensor, second: Tensor, ndim: int
+) -> tuple[str, str, str] | None:
+    """The letters of the dimensions of both factors of a product and of its result, or None if they are not known."""
+    if name == "einsum":
+        return _einsum_letters(equation, first.ndim, second.ndim)
+    batch = string.ascii_lowercase[: ndim - 2]
+    of_first, of_second = batch[ndim - first.ndim :], batch[ndim - second.ndim :]
+    return f"{of_first}TD", f"{of_second}DS", f"{batch}TS"
+
+
+def _einsum_letters(
+    equation: object, first: int, second: int
+) -> tuple[str, str, str] | None:
     """The letters of the dimensions of both factors of an einsum and of its result, with those of an ellipsis; None if
     the equation names no result, or the result is not one of scores, because a letter is repeated, summed alone, or
     nothing is summed."""

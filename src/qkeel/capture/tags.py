@@ -86,12 +86,15 @@ class Weights:
 class WaitingCall:
     """A call that was read at its softmax and is reported once its weights meet the values, or when the module ends.
 
-    Scores without a batch dimension (`is_matrix`) may be similarities of samples, so they have to meet values.
+    Scores without a batch dimension (`is_matrix`) may be similarities of samples, so they have to meet values. `dim` is
+    the dimension over which torch's softmax ran, and `strides` are those of its output.
     """
 
     frame: ModuleCall
     call: ScoresCall
     is_matrix: bool
+    dim: int | None = None
+    strides: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,7 +17,12 @@ from qkeel.handle import Handle, compose
 from qkeel.monitor.monitor import Monitor, watched
 from qkeel.patching.forward import in_extra_pass, unwrapped
 from qkeel.patching.module_tables import is_made, submodules_of
-from qkeel.patching.optimizers import StepHooks, steps_taken, when_made
+from qkeel.patching.optimizers import (
+    StepHooks,
+    shares_groups,
+    steps_taken,
+    when_made,
+)
 from qkeel.sites.module_copy import COPY_MARK
 
 # Finds the models that a program trains, from the optimizers that appear in it.
@@ -98,8 +103,9 @@ class ModelFinder(Handle):
                 elif theirs not in self._theirs:
                     self._theirs.add(theirs)
                     self._of_script(theirs, optimizer)
-            elif not self._steps[optimizer] and self._has_stepped(watches[0]):
-                # An optimizer that is made after steps of the first one begins a new phase of training.
+            elif not self._steps[optimizer] and self._replaces(optimizer, watches[0]):
+                # An optimizer that is made after steps of the first one begins a new phase of training, and one that
+                # another makes of its own groups, as SAM does, takes the steps.
                 watches[0].end(self._end)
                 self._watches.remove(watches[0])
                 self._begin(chain, optimizer)
@@ -110,9 +116,11 @@ class ModelFinder(Handle):
                 if monitor is not None:
                     monitor.add_optimizer(optimizer)
 
-    def _has_stepped(self, watch: _Watch) -> bool:
+    def _replaces(self, optimizer: Optimizer, watch: _Watch) -> bool:
         first = watch.optimizer()
-        return first is None or self._steps[first] > 0
+        if first is None or self._steps[first] > 0:
+            return True
+        return first is not optimizer and shares_groups(first, optimizer)
 
     def _begin(self, chain: list[nn.Module], optimizer: Optimizer) -> None:
         monitor = self._start(chain[0], optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -139,18 +140,17 @@ class MessageSink(Sink):
             self.write_page(refresh=PAGE_SECONDS)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Prints one line and, for the first alarm that needs action, also what to do."""
+        """Prints one line and, for the first alarm that needs action, also what to do and what that would do to the head.
+        The page says how the number has grown."""
         earlier = [x for x in self._alarms if x.cause == alarm.cause]
         self._alarms.append(alarm)
         # Of one step, the most severe alarm comes first, and the others say the same.
         if any(x.step == alarm.step for x in earlier):
             return
-        self.writer(
-            dataclasses.replace(alarm, trend="").line if earlier else alarm.line
-        )
+        self.writer(f"{alarm.heading}: {alarm.meaning}")
         if alarm.severity is not Severity.NOTICE and alarm.remedy not in self._fixed:
             self._fixed.add(alarm.remedy)
-            for line in self.fix.lines(alarm.remedy):
+            for line in filter(None, [*self.fix.lines(alarm.remedy), alarm.effect]):
                 self.writer(line)
 
     def event(self, event: Mapping[str, Any]) -> None:
@@ -237,11 +237,13 @@ class MessageWriter(Handle):
         # tqdm keeps the bars that are on the screen in a private set, which has no public counterpart.
         is_shown = bars is not None and bool(vars(bars.tqdm).get("_instances"))
         text = f"qkeel: {line}"
-        if bars is not None and is_shown and self._stream.isatty():
-            # Clears the bars and redraws them below.
-            bars.tqdm.write(text, file=self._stream)
-        else:
-            print(f"\n{text}" if is_shown else text, file=self._stream, flush=True)
+        # The script may have closed the stream, or the reader of a pipe may be gone, which must not end the watch.
+        with contextlib.suppress(OSError, ValueError):
+            if bars is not None and is_shown and self._stream.isatty():
+                # Clears the bars and redraws them below.
+                bars.tqdm.write(text, file=self._stream)
+            else:
+                print(f"\n{text}" if is_shown else text, file=self._stream, flush=True)
 
     def _stop(self) -> None:
         warnings.showwarning = self._plain

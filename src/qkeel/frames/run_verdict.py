@@ -28,8 +28,8 @@ def judge_run(
 
     A run whose records have no "logit_spread", as those of version 0.1, is judged by its largest logit.
 
-    Alarms that are no notices decide. If the last logits are below the alarm threshold, a forecast that was taken back
-    does not count, and if an autopilot has acted, the last record counts alone.
+    Alarms that are no notices decide; a forecast that was taken back does not count. If an autopilot has acted and the
+    last logits are below the alarm threshold, the last record counts alone.
 
     Args:
         heads: the records of each head, with "max_logit" [records layers heads] in nats.
@@ -54,14 +54,10 @@ def judge_run(
     has_acted = any(
         event.get("event") == "decision" and event.get("remedy") for event in events
     )
-    is_calm = float(logits[-1].max()) <= ALARM_THRESHOLD
-    is_mended = has_acted and is_calm
+    is_mended = has_acted and float(logits[-1].max()) <= ALARM_THRESHOLD
+    # A forecast that is made no longer did not come true; the numbers themselves say how large the logits are.
     over = {event.get("rule") for event in events if event.get("event") == OVER}
-    alarms = [
-        alarm
-        for alarm in raised_alarms(events)
-        if not (is_calm and alarm.get("rule") in over)
-    ]
+    alarms = [x for x in raised_alarms(events) if x.get("rule") not in over]
     # What an autopilot has mended says nothing of the run as it is now.
     first = len(logits) - 1 if is_mended else 0
     record, layer, head = np.unravel_index(

@@ -36,11 +36,14 @@ from qkeel.sites.logit_sample import LogitSample
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.tap import Tap, Visitor
 
+MOVED = (
+    "the weights of {} are not where they were when the layer was found, as after it was wrapped, pruned, given adapters "
+    "or removed, and are not read from here on: call qkeel.watch again after the change"
+)
 NOT_COMPARED = (
     "the change that a step causes is not measured for {}: the q and k weights are unknown, computed from other "
     "weights, split across processes, or not matrices that are multiplied together"
 )
-
 
 # The numbers of a pass, the scalar that it returned, if it was one, and the call whose logits are kept.
 _Collected = tuple[dict[NumberKey, Number], ReturnedScalar | None, KeptCall | None]
@@ -259,6 +262,11 @@ class StepNumbers(Visitor):
         if self._weights is not None and self._weights.is_outdated():
             self._weights = self._spectra = None
         if self._weights is None:
+            names = {name for name, _ in model.named_parameters()}
+            moved = [x.name for x in sites if not x.parameters <= names]
+            if moved:
+                caution(MOVED.format(", ".join(moved)))
+            sites = [site for site in sites if site.name not in moved]
             unused = [name for site in sites for name in _without_gradient(model, site)]
             if unused:
                 caution(UNUSED.format(", ".join(unused)))

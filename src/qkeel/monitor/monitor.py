@@ -451,6 +451,12 @@ class Monitor(Handle):
     def _taps(self) -> list[Tap]:
         return [numbers.tap for numbers in self._in_order()]
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether there are statistics of trained passes whose optimizer step has not come yet."""
+        self._settle_roles(decide=False)
+        return self._has("train")
+
     def _has(self, phase: Phase) -> bool:
         """Returns whether there are statistics of the current step to read."""
         return any([numbers.tap.has(phase) for numbers in self._models.values()])

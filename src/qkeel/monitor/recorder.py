@@ -189,13 +189,7 @@ class Recorder:
             if self.log.rules:
                 self._kept.choose(history)
             for alarm in self.log.over(history):
-                kind = (
-                    "critical alarm" if alarm.severity == "critical" else alarm.severity
-                )
-                text = (
-                    f"the {kind} of step {alarm.step:,} holds no longer at step {step:,}: "
-                    f"{alarm.cause}"
-                )
+                text = f"over at step {step:,}: {alarm.heading}: {alarm.meaning}"
                 event = {"step": step, "event": OVER, "rule": alarm.rule}
                 self.event({**event, "text": text})
 

@@ -99,16 +99,19 @@ class Alarm:
     effect: str = ""
 
     @property
+    def heading(self) -> str:
+        """Its severity, step, layer and head."""
+        heading = f"{self.severity} at step {self.step:,}"
+        if self.layer is not None:
+            heading += f", {self.layer or 'the model itself'}"
+            heading += "" if self.head is None else f", head {self.head}"
+        return heading
+
+    @property
     def line(self) -> str:
         """States what was observed, where and when, but not what to do about it."""
-        place = (
-            ""
-            if self.layer is None
-            else f", {self.layer or 'the model itself'}"
-            + ("" if self.head is None else f", head {self.head}")
-        )
         words = "; ".join(filter(None, [self.meaning, self.trend, self.effect]))
-        return f"{self.severity} at step {self.step:,}{place}: {words}"
+        return f"{self.heading}: {words}"
 
     def __str__(self) -> str:
         """One line that says what was observed and what to do."""

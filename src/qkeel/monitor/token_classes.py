@@ -372,15 +372,23 @@ class PassTokens:
             queries = classes[:, -t:]
         fits = [x.shape[0] in (1, b) for x in (queries, classes)]
         if not all(fits) or queries.shape[1] != t or classes.shape[1] != s:
-            given = [list(x.shape) for x in self._class_of_token[not are_pair :]]
-            self._misfit(
-                "classes",
-                f"no attention is split by class: expected classes of shape [batch tokens] = [{b} {s}], one for each "
-                f"key of an attention call with {t} queries, got {' and '.join(map(str, given))}. With a cache, give a "
-                "function that returns the classes of the whole sequence; where queries attend to other tokens "
-                "(cross-attention), a pair, or a function that returns one: of queries that are all of class 0, "
-                f"qkeel.monitor.Classes((torch.zeros({b}, {t}, dtype=torch.long), classes_of_keys), names=…)",
+            cross = (
+                f"qkeel.monitor.Classes((torch.zeros({b}, {t}, dtype=torch.long), classes_of_keys), names=…), or a "
+                "function that returns such a pair"
             )
+            given = [list(x.shape) for x in self._class_of_token[not are_pair :]]
+            reason = (
+                f"expected classes of shape [batch tokens] = [{b} {s}], one for each key of an attention call with {t} "
+                f"queries, got {' and '.join(map(str, given))}. With a cache, give a function that returns the classes "
+                "of the whole sequence; where queries attend to other tokens (cross-attention), a pair: of queries "
+                f"that are all of class 0, {cross}"
+            )
+            if fits[1] and classes.shape[1] == s and not are_pair:
+                reason = (
+                    f"these are the classes of the keys, and its {t} queries are other tokens (cross-attention). Give "
+                    f"theirs, too; if all are of class 0: {cross}"
+                )
+            self._misfit("classes", f"no attention is split by class: {reason}")
             return call
         self._misfits["classes"] = None
         queries, classes = (x.to(call.query_device) for x in (queries, classes))

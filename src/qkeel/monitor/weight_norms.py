@@ -292,9 +292,13 @@ class WeightNorms:
     ) -> None:
         parameters = dict(model.named_parameters())
         self._tree = ModuleTree(model)
-        self._held = [
-            p for site in sites if site.terms for p in _weights(site, parameters)
-        ]
+        self._modules = self._tree.named()
+        # Each weight with the table of its module and its name there.
+        self._held: list[tuple[Mapping[str, Tensor | None], str, Tensor]] = []
+        for name in {x.parameter for site in sites for x in _slices(site)}:
+            owner, _, leaf = name.rpartition(".")
+            table = model.get_submodule(owner)._parameters
+            self._held.append((table, leaf, parameters[name]))
         counts = counted(model)
         # By the shapes of their weights, whose sites are read by a few operators for all.
         alike: dict[object, list[AttentionSite]] = {}
@@ -332,9 +336,11 @@ class WeightNorms:
         self.multiplied.sort(key=sites.index)
 
     def is_outdated(self) -> bool:
-        """Whether weights have been exchanged, as `load_state_dict(assign=True)` and new layers do."""
-        present = {*map(id, self._tree.parameters())}
-        return any([id(p) not in present for p in self._held])
+        """Whether a weight has another place or a module has changed, as by `load_state_dict(assign=True)`, adapters,
+        pruning and new layers."""
+        if self._tree.named() is not self._modules:
+            return True
+        return any([table.get(leaf) is not p for table, leaf, p in self._held])
 
     @without_gradients
     def read(self) -> Numbers:

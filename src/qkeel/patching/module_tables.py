@@ -52,11 +52,9 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
         modules[name] = module
         prefix = f"{name}." if name else ""
         # The stack gives the last one back first. The table of a scripted module cannot be reversed itself.
-        waiting += [
-            (f"{prefix}{key}", child)
-            for key, child in reversed([*module._modules.items()])
-            if child is not None
-        ]
+        for key, child in reversed([*module._modules.items()]):
+            if child is not None:
+                waiting.append((f"{prefix}{key}", child))
     return modules
 
 

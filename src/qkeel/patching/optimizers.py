@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import sys
 import weakref
 from collections import OrderedDict
@@ -47,7 +49,7 @@ def listed(optimizer: object) -> list[Optimizer]:
             raise InvalidTypeError(
                 f"expected an optimizer, got the class {name}; make one: {name}(model.parameters())"
             )
-        inner = entry
+        inner: Any = entry
         # Fabric's wrapper is of the optimizer's class, and has the optimizer as a property; DeepSpeed's is no Optimizer.
         # Both hold groups of parameters, which a scheduler, that has an optimizer too, does not.
         while inner is not None and not _is_stepped(inner):
@@ -62,8 +64,34 @@ def listed(optimizer: object) -> list[Optimizer]:
                 f"expected an optimizer whose steps run torch's hooks, got {type(entry).__name__}, which does not call "
                 "Optimizer.__init__; pass the optimizers inside it, as a list"
             )
-        several[i] = inner
+        several[i] = _stepped_within(inner)
     return several
+
+
+def _stepped_within(optimizer: Optimizer) -> Optimizer:
+    """Returns the optimizer inside another one of the same groups that a method besides `step` steps, as SAM's
+    `second_step` does: a program may never call `step` of the outer one."""
+    kinds = itertools.takewhile(
+        lambda cls: cls is not Optimizer, type(optimizer).__mro__
+    )
+    methods = {
+        k: inspect.unwrap(x)
+        for cls in kinds
+        for k, x in vars(cls).items()
+        if callable(x)
+    }
+    codes = [getattr(x, "__code__", None) for k, x in methods.items() if k != "step"]
+    if any(code is not None and "step" in code.co_names for code in codes):
+        for inner in vars(optimizer).values():
+            if isinstance(inner, Optimizer) and shares_groups(inner, optimizer):
+                return inner
+    return optimizer
+
+
+def shares_groups(first: Optimizer, second: Optimizer) -> bool:
+    """True if two optimizers hold the very same groups, as a wrapper and what it wraps do."""
+    groups, others = first.param_groups, second.param_groups
+    return [*map(id, groups)] == [*map(id, others)]
 
 
 def _is_stepped(entry: object) -> bool:

@@ -67,20 +67,16 @@ class PassRole:
             role.arrive()
             return role
         nodes = _graph_nodes(output, without=_graph_nodes(inputs))
-        # a model may also keep its loss for itself: self.loss = ...
+        # a model may also keep its loss for itself: self.loss = ..., self.losses.append(...)
         if not nodes:
             kept = [
-                vars(module)
+                x
                 for module in modules_of(model).values()
                 if not isinstance(module, torch.jit.ScriptModule)
+                for name, x in vars(module).items()
+                if isinstance(x, (Tensor, list, tuple, dict)) and name[:1] != "_"
             ]
-            tensors = [
-                x
-                for attributes in kept
-                for x in attributes.values()
-                if isinstance(x, Tensor)
-            ]
-            nodes = _graph_nodes(tensors, without=_graph_nodes(inputs))
+            nodes = _graph_nodes(kept, without=_graph_nodes(inputs))
         role.wait_for(nodes)
         return role
 

@@ -71,16 +71,19 @@ def in_vmap() -> bool:
     )
 
 
-@constant_when_compiled
 def with_tangents() -> bool:
     """True if tensors may have tangents, which operators without forward derivatives would drop.
 
     This is the case inside torch.autograd.forward_ad.dual_level, torch.func.jvp, jacfwd, hessian and linearize."""
-    levels = get_interpreter_stack()
-    inside = levels is not None and any(
-        level.key() == TransformType.Jvp for level in levels
-    )
-    return inside or forward_ad._current_level >= 0
+    # In a compiled graph, this comparison becomes a guard on the level outside it, and its result is kept for the whole
+    # graph, so transforms within the graph are asked for separately.
+    return forward_ad._current_level >= 0 or _in_dual_level()
+
+
+@constant_when_compiled
+def _in_dual_level() -> bool:
+    # Transforms of torch.func enter a dual level, too. torch.compile cannot trace the question for their stack.
+    return forward_ad._current_level >= 0
 
 
 def transformed_now() -> bool:

@@ -43,6 +43,11 @@ from qkeel.sites.tap import Tap
 # Times what a head's largest logit would be after successive clips: training does not grow it so much between them, so
 # something is in it that they do not scale.
 REGROWN = 1e3
+OPEN_STEP = (
+    "the state of the optimizer was read between two passes of one step. qk_clip clips by the logits of all passes of a step, "
+    "and those so far, up to {:,.4g}, are in no checkpoint, so a training that goes on from this one may clip less in "
+    "its first step. Save after optimizer.step()"
+)
 _OFF = "qk_clip failed while reading logits and has stopped clipping: {}. Training continues without it"
 
 
@@ -143,7 +148,8 @@ class QKClip(StepRemedy):
         for optimizer in clip.rows:
             # The hook that clips is registered last: `scale_steps` comes before it in any case.
             hook = optimizer.register_step_post_hook(in_real_steps(clip.after_step))
-            handles.append(Handle(hook.remove))
+            saving = optimizer.register_state_dict_pre_hook(clip.before_saving)
+            handles += [Handle(hook.remove), Handle(saving.remove)]
         if len(clip.rows) > 1:
             handles.append(
                 ForwardPasses(
@@ -244,6 +250,7 @@ class _Clip:
         self._modules = self.tap.tree.named()
         self._earlier_names: dict[str, str] = {}
         self._has_warned = self._has_warned_of_frozen = False
+        self._has_warned_of_open_step = False
         #: Of each head that every step clips: the product of the factors so far, and its largest logit before them.
         self._run_of_clips: tuple[Tensor, Tensor] | None = None
         self._n_clips, self._has_warned_of_constant = 0, False
@@ -326,6 +333,22 @@ class _Clip:
         else:
             self._run_of_clips = None
         self._scale(optimizer)
+
+    @torch.no_grad()
+    def before_saving(self, *_: object) -> None:
+        """Says once that a checkpoint lacks logits over the threshold, by which the next step will clip."""
+        if self._has_warned_of_open_step:
+            return
+        measured = joint_statistics(self.tap.so_far()).values()
+        rows = [stats.max_logit for stats in measured]
+        # Of a step that a GradScaler skipped.
+        rows += [] if self.kept is None else [self.kept]
+        largest = max(
+            [float(row.nan_to_num(-torch.inf).max()) for row in rows], default=0
+        )
+        if largest > self.remedy.threshold:
+            self._has_warned_of_open_step = True
+            caution(OPEN_STEP.format(largest))
 
     def _names_at_apply(self, measured: Iterable[str]) -> dict[str, str]:
         """Returns, by the names of the sites that were measured, those that they had when the clip was applied."""

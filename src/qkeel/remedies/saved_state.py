@@ -84,7 +84,7 @@ class SavedState:
         live.add(self._name)
         #: Why the remedy has no state from before, until this is said.
         self._missing = ""
-        if not self._take(optimizer) and _has_stepped(optimizer):
+        if not self._take(optimizer) and has_stepped(optimizer):
             self._missing = (
                 f"{remedy} was applied to an optimizer that has taken steps and contains no state of {remedy}, so "
                 f"{remedy} starts from the weights as they were then; if these steps were taken with {remedy} and "
@@ -180,7 +180,7 @@ class SavedState:
             caution(missing)
 
 
-def _has_stepped(optimizer: Optimizer) -> bool:
+def has_stepped(optimizer: Optimizer) -> bool:
     """True if the optimizer's state is that of an optimizer that has taken steps, not one that is only initialised."""
     # SGD and Muon keep no count of steps, but momenta, which are zero before the first.
     return steps_taken(optimizer) > 0 or any(

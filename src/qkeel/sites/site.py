@@ -364,6 +364,14 @@ class AttentionSite:
         """Every weight on the key's logit path, without duplicates."""
         return unique_slices(s for term in self.terms for s in term.key)
 
+    @property
+    def parameters(self) -> set[str]:
+        """The names of all weights on the logit paths, and of the gains and biases of its norms."""
+        gains = (*self.query_gains, *self.key_gains)
+        names = [x.parameter for x in (*self.query, *self.key, *gains)]
+        names += [x.bias for x in gains]
+        return {name for name in names if name is not None}
+
     def without_weights(self, wrapper: str) -> AttentionSite:
         """The site in a model whose weights cannot be read, because a wrapper hides them."""
         return dataclasses.replace(

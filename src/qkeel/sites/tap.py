@@ -272,6 +272,11 @@ class Tap(Handle):
         sites, self._stats[phase] = self._stats[phase], SiteStatistics()
         return sites.joined()
 
+    def so_far(self) -> Mapping[str, LogitStats]:
+        """Returns the statistics of trained passes since the last read, and keeps them."""
+        self.settle(decide=False)
+        return self._stats["train"].joined()
+
     def peek(self, phase: Phase | None = None) -> Mapping[str, LogitStats]:
         """Returns the statistics of passes whose role is open, taken for trained if the model was in training mode."""
         sites = SiteStatistics()

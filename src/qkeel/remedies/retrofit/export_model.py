@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,10 +26,10 @@ from qkeel.errors import (
     RunDirectoryError,
     caution,
     check_known,
-    reported,
 )
 from qkeel.functional.norms import widest
 from qkeel.patching.forward import unwrapped
+from qkeel.records import disk
 from qkeel.records.file_formats import write_json
 from qkeel.remedies.apply import active_remedies
 from qkeel.remedies.head_norms import HeadNorm
@@ -403,7 +402,7 @@ def convert(
     if norm_eps is None:
         # A checkpoint holds the gains of its norms, and nothing else of them.
         caution(_ASSUMED.format(conversion.eps))
-    with _new_folder(Path(path)) as folder:
+    with _new_folder(Path(path), opened.size) as folder:
         for file in source.iterdir():
             is_weight = file.name.endswith(_WEIGHTS) or file.name.startswith(".")
             if file.is_file() and not is_weight and file.name != "config.json":
@@ -474,7 +473,8 @@ def export(
         name: functools.partial(torch.clone, x.detach().cpu())
         for name, x in weights.items()
     }
-    with _new_folder(Path(path)) as folder:
+    size = sum(x.nbytes for x in weights.values())
+    with _new_folder(Path(path), size) as folder:
         _write(folder, conversion, loaders)
         generation = getattr(inner_model, "generation_config", None)
         if generation is not None:
@@ -562,24 +562,12 @@ def _write(folder: Path, conversion: Conversion, loaders: Loaders) -> None:
 
 
 @contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `out` on success and is deleted on failure."""
+def _new_folder(out: Path, size: int) -> Iterator[Path]:
+    """A temporary folder for about `size` bytes that becomes `out` on success and is deleted on failure."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunDirectoryError(
             f"{out} already exists and will not be overwritten; choose a different folder"
         )
-    advice = (
-        ". Expected a writable folder with free space; existing files were not changed"
-    )
-    with reported(f"cannot write {out}", advice):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(
-            tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".part")
-        )
-        try:
-            yield folder
-            # mkdtemp makes folders that only the user can read.
-            os.chmod(folder, 0o755)
-            os.replace(folder, out)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    disk.make_directory(out.parent)
+    with disk.replacing(out, size, directory=True) as folder:
+        yield folder
