@@ -41,7 +41,7 @@ def test_until_its_first_action_training_is_plain_to_the_bit_and_then_it_holds_t
     with qkeel.watch(without.model) as tops:
         without.model(EXAMPLE)
         free = max(float(s.max_logit.max()) for s in tops.read().values())
-    assert within.pilot.monitor.history.top("max_logit")[-1] < 60 < free
+    assert within.pilot.monitor.history.values["max_logit"][-1] < 60 < free
 
 
 def test_factors_on_steps_outlast_a_change_of_heads():

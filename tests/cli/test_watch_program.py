@@ -10,7 +10,7 @@ import pytest
 from tests import forked
 from tests.contract.cli.scripts import run, script, watched
 
-from qkeel.cli.python_program import Program, parse, under_torchrun
+from qkeel.cli.python_program import Program, Torchrun, parse
 from qkeel.cli.run_messages import TYPED
 from qkeel.errors import InvalidValueError
 
@@ -172,7 +172,7 @@ def test_a_command_is_read():
     assert parse([sys.executable, "-ma.b", "c"]) == module
     assert parse(["b.py"]) == Program(name="b.py")
     for line in ("torchrun b.py", "python -m torch.distributed.run b.py"):
-        assert parse(line.split()) == ["b.py"]
+        assert parse(line.split()) == Torchrun(("b.py",))
     for line in ("python -u -m a b", "python a.py -- -m"):
         program = parse(line.split())
         assert isinstance(program, Program)
@@ -186,10 +186,10 @@ def test_torchrun_starts_the_watcher_in_each_worker():
         *["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"],
     ]
     for typed in ("t.py --lr 1", "-m t -m"):
-        words = under_torchrun(["--nproc-per-node", "2", *typed.split()], watcher)
+        words = Torchrun(("--nproc-per-node", "2", *typed.split())).command(watcher)
         assert words == [*head, *watcher, "python", "-u", *typed.split()]
     with pytest.raises(InvalidValueError):
-        under_torchrun(["--no-python", "t"], watcher)
+        Torchrun(("--no-python", "t")).command(watcher)
 
 
 def test_under_torchrun_the_fix_is_the_command_that_was_typed(

@@ -13,12 +13,12 @@ import qkeel
 from qkeel.cli.audit import export
 from qkeel.errors import (
     MissingLibraryError,
-    QkeelError,
     QkeelWarning,
     RunDirectoryError,
     UnknownNameError,
 )
 from qkeel.frames import Frame
+from qkeel.frames.tables import draw_heads, draw_lines
 from qkeel.handle import Handle
 from qkeel.integrations.trackers import CSVSink
 from qkeel.monitor import History, RunDirectorySink, Sample
@@ -117,12 +117,11 @@ def test_a_column_that_comes_late_is_left_out_with_one_warning(tmp_path):
 
 
 def test_the_error_of_a_missing_library_names_it(run, tmp_path, monkeypatch):
-    for name in ("pandas", "pyarrow", "matplotlib"):
+    for name in ("pandas", "pyarrow"):
         monkeypatch.setitem(sys.modules, name, None)
     loaded = qkeel.load(run)
     calls = [
         (loaded.heads.to_pandas, "pandas"),
-        (loaded.plot, "matplotlib"),
         (lambda: export(run, to="parquet", out=tmp_path / "out"), "pyarrow"),
     ]
     for call, library in calls:
@@ -131,69 +130,34 @@ def test_the_error_of_a_missing_library_names_it(run, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_figures_show_what_was_recorded(run):
+def test_figures_have_the_scale_of_what_they_show():
     matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    loaded = qkeel.load(run)
-    drift = loaded.plot()
-    assert [line.get_ydata().tolist() for line in drift.lines] == [
-        [2.0, 10.0, 20.0],
-        [5.0, 5.0, 5.0],
-    ]
-    assert [text.get_text() for text in drift.get_legend().get_texts()] == [
-        "h.0.attn",
-        "h.1.attn",
-    ]
-    assert drift.get_ylabel() == "max logit [nats]"
-    assert [line.get_ydata().tolist() for line in loaded.plot("entropy").lines] == [
-        [3.0] * 3,
-        [1.5] * 3,
-    ]
-    (image,) = loaded.plot("heads").images
-    assert image.get_array()[0].tolist() == [1.0, 2.0, 20.0]
-    steps = np.arange(100, 1100, 100)
-    grows = History(
-        steps=steps,
-        values={},
-        heads={"max_logit": (2.0 * steps)[:, None, None] + np.zeros((1, 12, 1))},
-    )
-    assert grows.plot().get_title() == "from layer 0 (dark) to layer 11 (light)"
-    assert grows.plot(ax=drift) is drift
+    steps, names = np.arange(2), [f"layer {i}" for i in range(24)]
     for n in (8, 9):
-        heads = {"max_logit": np.ones((2, n, 1))}
-        ax = History(steps=steps[:2], values={}, heads=heads).plot()
+        ax = Figure().subplots()
+        draw_lines(ax, steps, np.ones((2, n)), names[:n], "max logit")
         assert (ax.get_legend() is None) == (n == 9)
-    for least, most, scale, ends in (
-        (1, 31, "log", (1, 31)),
-        (2, 60, "linear", (2, 60)),
-        (1, 10, "linear", (1, 10)),
-        (0, 31, "linear", (0, 31)),
-        (-3, 2, "linear", (-3, 3)),
-        (-0.5, 0.2, "linear", (-1, 1)),
+    assert ax.get_title() == "from layer 0 (dark) to layer 8 (light)"
+    for least, most, scale, ends, kind in (
+        (1, 31, "log", (1, 31), "LogNorm"),
+        (2, 60, "linear", (2, 60), "LogNorm"),
+        (1, 10, "linear", (1, 10), "Normalize"),
+        (0, 31, "linear", (0, 31), "Normalize"),
+        (-3, 2, "linear", (-3, 3), "SymLogNorm"),
+        (-0.5, 0.2, "linear", (-1, 1), "SymLogNorm"),
     ):
-        # Two records of 24 layers.
-        logits = np.linspace(least, most, 48).reshape(2, 24, 1)
-        history = History(steps=steps[:2], values={}, heads={"max_logit": logits})
-        assert history.plot().get_yscale() == scale
-        logits = logits.reshape(1, 24, 2)
-        ax = History(steps=steps[:1], values={}, heads={"max_logit": logits}).plot(
-            "heads"
-        )
+        logits = np.linspace(least, most, 48)
+        ax = Figure().subplots()
+        draw_lines(ax, steps, logits.reshape(2, 24), names, "max logit")
+        assert ax.get_yscale() == scale
+        ax = Figure().subplots()
+        draw_heads(ax, logits.reshape(24, 2), names, "max logit")
         assert ax.get_yticklabels()[-1].get_text() == "layer 23"
         norm = ax.images[0].norm
         assert (norm.vmin, norm.vmax) == pytest.approx(ends)
-        kinds = {-1: "SymLogNorm", 0: "Normalize", 1: "LogNorm"}
-        kind = kinds[0 if most == 10 else int(np.sign(least))]
-        assert type(norm).__name__ == kind
-        pyplot.close("all")
-    with pytest.raises(
-        UnknownNameError, match=r"unknown figure 'drfit'\. Did you mean 'drift'"
-    ):
-        loaded.plot("drfit")
-    with pytest.raises(QkeelError, match="unknown recorded field 'cos_max'"):
-        loaded.plot(field="cos_max")
+        assert type(norm) is vars(matplotlib.colors)[kind]
 
 
 def test_what_is_shown_is_short():

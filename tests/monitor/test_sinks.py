@@ -42,7 +42,7 @@ def test_a_run_comes_back_as_it_was_written(tmp_path):
     assert set(heads.values) == set(HEAD_FIELDS)
     expected = [[1.0, 2.0, 20.0], [-np.inf, 5.0, np.nan]]
     assert np.array_equal(heads.values["max_logit"][-1], expected, equal_nan=True)
-    assert np.isnan(heads.values["gain_bound"]).all()
+    assert np.isnan(heads.values["qk_spectral_norm"]).all()
     assert [record["step"] for record in run.eval_metrics()] == [20]
     assert run.eval_heads().steps.tolist() == [20]
     event = run.events()[0]

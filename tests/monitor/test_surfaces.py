@@ -24,9 +24,9 @@ from qkeel.records import (
 from qkeel.spec import AttentionSpec, Sink
 
 LAYERS = ("blocks.0.attention", "blocks.1.attention")
-# Of sparse layers: another run measures them. The last are of norms with gains, rows without a key, and gates.
+# Of sparse layers: another run measures them. The last are of rows without a key, and gates.
 SPARSE = {name for name in HEAD_FIELDS if name.startswith(("index_", "dense_"))}
-ELSEWHERE = {"gain_bound", "empty_sample", "empty_query", "output_gate"}
+ELSEWHERE = {"empty_sample", "empty_query", "output_gate"}
 
 
 class SparseModel(nn.Module):
@@ -120,10 +120,6 @@ def test_a_number_of_heads_layers_or_blocks_is_everywhere(name, watched, sparse,
         assert frame["layer"].tolist() == [*LAYERS] * 3
         assert_allclose(frame[name][-2:], known, rtol=1e-6, equal_nan=True)
         assert name in page
-        top = history.top(name)
-        assert top[-1] == pytest.approx(
-            np.nanmax(history.heads[name][-1] if name in history.heads else known)
-        )
         (alarm,) = replay(history, [Over(field=name, threshold=-1e9)])
         assert alarm.layer in LAYERS
         assert name in alarm.meaning

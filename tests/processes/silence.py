@@ -59,7 +59,4 @@ def trained(folder):
             own = monitor.sample
             counts = {"collectives": counted.n, "vectors": len(reductions)}
             found.append({"own": dict(own.monitor), "keys": own.summaries(), **counts})
-            found[-1]["line"] = next(
-                x for x in monitor.table().splitlines() if x.startswith("monitor: ")
-            )
     (folder / f"{rank}.json").write_text(json.dumps(found))

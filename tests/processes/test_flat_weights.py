@@ -13,7 +13,7 @@ from tests.processes.flat_weights import SETUPS
 
 NEED_WEIGHTS = {
     *("query_weight_norm", "key_weight_norm", "qk_spectral_norm"),
-    *("query_grad_rms", "key_grad_rms", "grad_over_eps"),
+    *("query_grad_rms", "key_grad_rms"),
 }
 
 

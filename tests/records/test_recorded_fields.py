@@ -10,7 +10,6 @@ from qkeel.records import (
     explain_field,
     recorded_fields,
 )
-from qkeel.records.recorded_fields import field_unit
 
 TABLES = [
     table
@@ -30,6 +29,3 @@ def test_every_recorded_number_has_a_meaning_and_a_unit():
         assert explain_field(name).startswith(HEAD_FIELDS[name].meaning)
     with pytest.raises(UnknownNameError, match="max_logit"):
         explain_field("max_logits")
-    assert (field_unit("query_competition"), field_unit("entropy")) == ("1", "nats")
-    with pytest.raises(UnknownNameError, match="max_logit"):
-        field_unit("max_logits")

@@ -5,7 +5,6 @@ import pickle
 import pytest
 import torch
 from tests.attention import Attention
-from tests.each_row import each_row
 from tests.training import adamw
 from torch import nn
 from torch.testing import assert_close
@@ -13,28 +12,8 @@ from torch.testing import assert_close
 import qkeel
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.remedies.retrofit import fold
-from qkeel.spec import (
-    AttentionSpec,
-    Fixed,
-    InverseSqrt,
-    L2Norm,
-    Learned,
-    LogN,
-    RMSNorm,
-    Rope,
-)
 
 from .models import VOCAB, assert_same, decoder, snapshot, tokens, train
-
-
-def moved(model):
-    """Gains, scales and biases off their starting values."""
-    rng = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.ndim < 2 or "logit_scale" in name:
-                p.add_(0.3 * torch.rand(p.shape, generator=rng, dtype=p.dtype))
-    return model.double()
 
 
 @pytest.mark.parametrize("on", ["all", "attention"])
@@ -97,65 +76,10 @@ def test_weights_that_other_layers_share_are_not_folded_and_remove_restores_them
     assert all(torch.equal(model.state_dict()[n], p) for n, p in plain.items())
 
 
-def test_a_scale_is_not_folded_into_a_weight_of_another_layer():
-    model = decoder(spec=SPECS["constant"])
-    model.blocks[0].mlp.up = nn.Linear(16, 16)
-    model.blocks[0].mlp.down = nn.Linear(16, 16)
-    model.blocks[0].mlp.up.weight = model.blocks[0].attention.q_proj.weight
-    output = model(tokens())
-    assert len(fold(model).kept) == 1
-    assert_close(model(tokens()), output, rtol=0, atol=1e-6)
-
-
-SPECS = {
-    "learned per head": AttentionSpec(
-        position=Rope(), scale=Learned(init=0.3, per="head")
-    ),
-    "learned per layer, as a logarithm": AttentionSpec(
-        position=Rope(), scale=Learned(init=0.3, log=True, maximum=5.0)
-    ),
-    "constant": AttentionSpec(position=Rope(), scale=Fixed(0.7)),
-    "multiplied": AttentionSpec(scale=InverseSqrt(multiplier=1.44)),
-    "inside log n": AttentionSpec(
-        scale=LogN(inner=Learned(init=0.2, per="head"), train_length=4)
-    ),
-    "behind a norm with gains": AttentionSpec(
-        norm=RMSNorm(gain="dim"), position=Rope(), scale=Fixed(0.7)
-    ),
-    "behind a norm with gains 1 + w": AttentionSpec(
-        norm=RMSNorm(gain="one_plus_dim"), scale=Fixed(0.7)
-    ),
-    "per head behind gains per head": AttentionSpec(
-        norm=RMSNorm(gain="head"), scale=Learned(init=0.3, per="head")
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", SPECS)
-@pytest.mark.parametrize("options", [{"attention": "mla"}, {"n_kv_heads": 2}])
-def test_scales_go_into_the_query_side(kind, options):
-    model = moved(decoder(spec=SPECS[kind], **options))
-    output = model(tokens())
-    assert len(fold(model).written) == 2
-    assert (model(tokens()) - output).abs().max() <= 1e-13
-    assert not [n for n in model.state_dict() if "logit_scale" in n]
-    assert model.blocks[0].attention.spec.scale.base == InverseSqrt()
-
-
-@each_row(
-    "spec",
-    [
-        AttentionSpec(),
-        AttentionSpec(norm=RMSNorm(gain="dim")),
-        AttentionSpec(norm=L2Norm(), scale=Learned(init=5.0)),
-        AttentionSpec(norm=RMSNorm(gain="dim"), scale=Learned(init=0.3, per="head")),
-        AttentionSpec(norm=RMSNorm(gain="dim", shared=True), scale=Fixed(0.7)),
-    ],
-)
-def test_what_cannot_be_folded_is_refused_and_left_alone(spec):
-    model = moved(decoder(spec=spec))
+def test_a_model_without_the_remedy_has_nothing_to_fold():
+    model = decoder()
     before = snapshot(model)
-    with pytest.raises(RefusedError):
+    with pytest.raises(RefusedError, match="no layer is under sigma_reparam"):
         fold(model)
     assert_same(before, snapshot(model))
     with pytest.raises(InvalidTypeError):

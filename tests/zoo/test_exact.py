@@ -66,9 +66,9 @@ FAST = ("llama", "gpt_oss", "bart")
 # The rounding of float64 in sums of some thousand numbers. T5 adds relative positions of large size to its products,
 # and of GPT-OSS the reference finds the scale by a fit.
 CLOSE = 1e-11
-# Measured on request by other options, of weights of norms, and whether a number is one; see tests/monitor.
+# Measured on request by other options, and whether a number is one; see tests/monitor.
 NOT_COMPARED = {
-    *("logit_change_rms", "gain_bound", "non_finite"),
+    *("logit_change_rms", "non_finite"),
     *("finite_stages", "empty_sample", "empty_query", "output_gate"),
     *(
         name for name in HEAD_FIELDS if name.startswith(("index_", "select_", "dense_"))

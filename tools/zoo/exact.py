@@ -266,7 +266,6 @@ def of_weights(old: Pair, new: Pair, grad: Pair, gains: tuple[Pair, Pair]) -> Fo
             "query_grad_rms": np.sqrt(np.mean(grad[0][i] ** 2)),
             "key_grad_rms": np.sqrt(np.mean(grad[1][i] ** 2)),
         }
-        own["grad_over_eps"] = min(own["query_grad_rms"], own["key_grad_rms"]) / EPS
         for name, matrix in (("delta2", second), ("delta3", third)):
             sigma = np.linalg.svd(matrix, compute_uv=False)
             p = sigma**2 / (sigma**2).sum()

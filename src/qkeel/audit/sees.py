@@ -347,18 +347,18 @@ def _trials(contract: Contract, passes: _Passes, layers: int) -> Iterator[_Trial
         drawn = torch.randperm(t - 3, generator=torch.Generator().manual_seed(t)) + 2
         positions_tried = sorted({1, t // 2, t - 1, *drawn[: PLACES - 3].tolist()})
     if isinstance(contract, Documents):
-        ids = contract.ids.cpu()
-        if ids.shape not in ((t,), (b, t)):
+        document_of = contract.ids.cpu()
+        if document_of.shape not in ((t,), (b, t)):
             raise ShapeError(
-                f"expected document numbers of shape [{b} {t}] or [{t}], got {tuple(ids.shape)}"
+                f"expected document numbers of shape [{b} {t}] or [{t}], got {tuple(document_of.shape)}"
             )
-        ids = ids.expand(b, t)
-        counted = ids >= 0
+        document_of = document_of.expand(b, t)
+        counted = document_of >= 0
         # One document at a time, so that a leak names the one that it came from.
-        for number in ids[counted].unique().tolist()[:BORDERS]:
+        for number in document_of[counted].unique().tolist()[:BORDERS]:
             yield _Trial(
-                changed=counted & (ids != number),
-                kept=ids == number,
+                changed=counted & (document_of != number),
+                kept=document_of == number,
                 words=f"the tokens outside document {number}",
             )
         positions_tried = positions_tried if contract.causal else []

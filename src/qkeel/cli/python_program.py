@@ -53,9 +53,38 @@ class Program:
         ]
 
 
-def parse(words: Sequence[str]) -> Program | list[str]:
-    """Returns the program that a command starts. For torchrun, which starts the program itself, returns the words of
-    its command line.
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Torchrun:
+    """The part of a command after `torchrun`, which starts the program itself: its options, then the program."""
+
+    words: tuple[str, ...]
+
+    def command(self, watcher: Sequence[str]) -> list[str]:
+        """The command in which every worker runs under `watcher`, the words `qkeel watch ...` with their --."""
+        # Takes 0.2 s, which other programs need not wait for.
+        from torch.distributed.run import get_args_parser
+
+        parsed = get_args_parser().parse_args(list(self.words))
+        if parsed.no_python:
+            raise InvalidValueError(
+                "torchrun's --no-python starts a program that is not Python, which can't be watched"
+            )
+        # The worker is a module, `qkeel`, whatever the script is.
+        n_options = len(self.words) - 1 - len(parsed.training_script_args)
+        options = [*self.words[:n_options], *["-m"] * (not parsed.module)]
+        program = Program(
+            name=parsed.training_script,
+            arguments=tuple(parsed.training_script_args),
+            module=parsed.module,
+            unbuffered=True,
+        )
+        launcher = [sys.executable, "-m", TORCHRUN[0]]
+        return [*launcher, *options, *watcher, *program.words]
+
+
+def parse(words: Sequence[str]) -> Program | Torchrun:
+    """Returns the program that a command starts, or torchrun with what it starts.
 
     Raises: InvalidValueError if the command does not run Python, or runs it with another interpreter.
     """
@@ -65,7 +94,7 @@ def parse(words: Sequence[str]) -> Program | list[str]:
         )
     first, arguments = words[0], list(words[1:])
     if Path(first).name == "torchrun":
-        return arguments
+        return Torchrun(tuple(arguments))
     if first.endswith(".py"):
         return Program(name=first, arguments=tuple(arguments))
     if not _is_this_python(first):
@@ -93,7 +122,7 @@ def _is_this_python(word: str) -> bool:
     return True
 
 
-def _behind_python(words: list[str]) -> Program | list[str]:
+def _behind_python(words: list[str]) -> Program | Torchrun:
     unbuffered = False
     while words and words[0].startswith("-"):
         option = words.pop(0)
@@ -106,7 +135,7 @@ def _behind_python(words: list[str]) -> Program | list[str]:
                     f"expected the name of a module after -m, got nothing; see {EXAMPLE}"
                 )
             if name in TORCHRUN:
-                return words
+                return Torchrun(tuple(words))
             return Program(
                 name=name, arguments=tuple(words), module=True, unbuffered=unbuffered
             )
@@ -123,38 +152,6 @@ def _behind_python(words: list[str]) -> Program | list[str]:
             f"expected a script after python, got none; for example: {EXAMPLE}"
         )
     return Program(name=words[0], arguments=tuple(words[1:]), unbuffered=unbuffered)
-
-
-def under_torchrun(words: Sequence[str], watcher: Sequence[str]) -> list[str]:
-    """The torchrun command in which every worker runs under `watcher`, the words `qkeel watch ...` with their --."""
-    # Takes 0.2 s, which other programs need not wait for.
-    from torch.distributed.run import (
-        get_args_parser,
-    )
-
-    parsed = get_args_parser().parse_args(list(words))
-    if parsed.no_python:
-        raise InvalidValueError(
-            "torchrun's --no-python starts a program that is not Python, which can't be watched"
-        )
-    options = list(words[: len(words) - 1 - len(parsed.training_script_args)])
-    if not parsed.module:
-        # The worker is a module, `qkeel`, whatever the script is.
-        options.append("-m")
-    program = Program(
-        name=parsed.training_script,
-        arguments=tuple(parsed.training_script_args),
-        module=parsed.module,
-        unbuffered=True,
-    )
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *options,
-        *watcher,
-        *program.words,
-    ]
 
 
 def prepare(program: Program) -> bytes | None:

@@ -19,11 +19,10 @@ from qkeel.cli.commands import OK
 from qkeel.cli.parameters import Switch, Unset
 from qkeel.cli.python_program import (
     EXAMPLE,
-    Program,
+    Torchrun,
     execute,
     parse,
     prepare,
-    under_torchrun,
 )
 from qkeel.cli.run_messages import TYPED, Fix, MessageWriter
 from qkeel.cli.watch_session import WatchPlan, WatchSession
@@ -105,8 +104,8 @@ def watch(
             )
         apply = canonical(apply)
     program = parse(command)
-    if not isinstance(program, Program):
-        launcher = under_torchrun(program, ["qkeel", *words])
+    if isinstance(program, Torchrun):
+        launcher = program.command(["qkeel", *words])
         os.environ[TYPED] = shlex.join(command)
         _become(launcher)
     # So that the script's environment is the same as without qkeel.

@@ -247,19 +247,6 @@ def heads_frame(
 _NAMED = 8
 
 
-def axes(given: Foreign = None) -> Foreign:
-    """Returns the given matplotlib Axes, or those of a new figure.
-
-    Raises:
-        MissingLibraryError: matplotlib is not installed.
-    """
-    if given is not None:
-        return given
-    with needed("plot()", "matplotlib"):
-        from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-    return pyplot.subplots(layout="constrained")[1]
-
-
 def draw_lines(
     ax: Foreign, steps: np.ndarray, values: np.ndarray, names: Sequence[str], label: str
 ) -> None:

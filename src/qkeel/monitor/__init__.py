@@ -3,11 +3,8 @@
 from qkeel.distributed.layout import Layout
 from qkeel.monitor.alarms import (
     AlarmLog,
-    GainGrowth,
-    IdleNorm,
     Resolution,
     Setting,
-    VanishingGradient,
     replay,
     rules_for,
 )
@@ -44,10 +41,8 @@ __all__ = [
     "EntropyCollapse",
     "Every",
     "Forecast",
-    "GainGrowth",
     "Growth",
     "History",
-    "IdleNorm",
     "Layout",
     "LogSpaced",
     "LoggingSink",
@@ -64,7 +59,6 @@ __all__ = [
     "Setting",
     "Severity",
     "Sink",
-    "VanishingGradient",
     "forecast",
     "replay",
     "rules_for",

@@ -4,7 +4,6 @@ record by record."""
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Literal, final
 
@@ -24,26 +23,17 @@ from qkeel.monitor.rules import (
     Rule,
     Saturation,
     Severity,
-    first,
     measured,
     peak,
     trend,
 )
-from qkeel.monitor.thresholds import GAIN_FACTOR, IDLE_TOLERANCE, ROUNDING, TOGETHER
-from qkeel.nn.attention import SpecModule
+from qkeel.monitor.thresholds import ROUNDING
 from qkeel.patching.forward import first_adapter
 from qkeel.sites.site import APPLIED, AttentionSite, Sites, is_normed
 
-# Rules that depend on the setting: the number format, the head width, and which norm was configured.
+# The rule that depends on the setting: the number format and the head width.
 
-_NORMS = '"q_norm" in n or "k_norm" in n'
-DECAY_GAINS = (
-    'optimizer.register_step_post_hook(lambda o, *_: [p.data.mul_(1 - 0.1 * o.param_groups[0]["lr"]) '
-    f"for n, p in model.named_parameters() if {_NORMS}])  # decays the gains of the norms"
-)
 KEEP_FLOAT32 = f"{HOLD}  # or q, k and logits in float32"
-SMALLER_EPS = 'for group in optimizer.param_groups: group["eps"] = 1e-15'
-LOOK = "print(qkeel.explain(model))  # shows which norm each attention layer actually applies"
 
 
 @final
@@ -103,117 +93,13 @@ class Resolution(Rule):
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class GainGrowth(Rule):
-    """The logit bound that the gains of a q/k norm allow (`gain_bound`, nats) has grown `factor`-fold since the start.
-    A norm with unconstrained gains only moves the growth into the gains.
-
-    >>> GainGrowth().factor
-    4.0
-    """
-
-    factor: float = GAIN_FACTOR
-    severity: Severity = Severity.NOTICE
-    source: str = "Qwen3-Next (2025): gains of its q/k norms grew abnormally; zero-centred and decayed since"
-    remedy: str = DECAY_GAINS
-    cause: str = "the gains of the q/k norm grow"
-
-    def check(self, history: History) -> Alarm | None:
-        series = measured(history, "gain_bound")
-        start = series[first(series)]
-        ratio = series[-1] / np.where(start > 0, start, np.nan)
-        return self.alarm_at(
-            history,
-            "gain_bound",
-            series,
-            np.where(ratio > self.factor, ratio, np.nan),
-            "the gains of the q/k norm allow logits of {value:,.3g}, {score:.2g} times as high as at the start",
-        )
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class IdleNorm(Rule):
-    """A q/k norm is configured but has no effect: a logit is larger than its gains allow (`gain_bound`).
-
-    >>> IdleNorm(kind="rms").cause
-    'the configured q/k norm has no effect'
-    """
-
-    kind: Literal["rms", "layer", "l2"]  #: the norm that is configured
-    tolerance: float = IDLE_TOLERANCE  #: relative deviation that is tolerated
-    severity: Severity = Severity.ALARM
-    source: str = "public code: five projects shipped norms that did nothing"
-    remedy: str = LOOK
-    cause: str = "the configured q/k norm has no effect"
-
-    def check(self, history: History) -> Alarm | None:
-        bound, logit = (measured(history, x)[-1] for x in ("gain_bound", "max_logit"))
-        if bound.shape != logit.shape:
-            return None
-        ratio = logit / np.where(bound > 0, bound, np.nan)
-        return self.alarm_at(
-            history,
-            "max_logit",
-            ratio[None],
-            np.where(ratio > 1 + self.tolerance, ratio, np.nan),
-            f"{self.kind} norm is configured, but a logit is {{score:.3g}} times what the norm's gains allow",
-        )
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class VanishingGradient(Rule):
-    """The gradient RMS of a head's query or key weight is below Adam's eps (`grad_over_eps` < 1) in two consecutive
-    records.
-
-    Adam changes a weight by lr · m / (√v + eps): at √v = eps, that is half the intended step, and below it even less,
-    so the head hardly trains while the rest of the model does. A single occurrence may be due to chance, or to the
-    first step through a projection that starts at zero. If the gradients of most heads have shrunk to less than a tenth
-    since the first record, a head that has shrunk as they have is not reported.
-
-    >>> VanishingGradient().remedy
-    'for group in optimizer.param_groups: group["eps"] = 1e-15'
-    """
-
-    severity: Severity = Severity.NOTICE
-    source: str = (
-        "Wortsman et al. 2023, arXiv 2309.14322: gradient RMS falls with scale and rate toward eps; 4.8B parameters at "
-        "rate 0.3 do better with 1e-15 than 1e-8, and diverge with 1e-6"
-    )
-    remedy: str = SMALLER_EPS
-    cause: str = "a query or key weight hardly trains"
-
-    def check(self, history: History) -> Alarm | None:
-        series = measured(history, "grad_over_eps")
-        # NaN where either of the two was not measured.
-        larger = series[-2:].max(0)
-        is_small = larger < 1
-        if len(series) < 2 or not is_small.any():
-            return None
-        start = series[first(series)]
-        share = larger / np.where(start > 0, start, np.nan)
-        typical = float(np.nanmedian(share)) if np.isfinite(share).any() else math.nan
-        if typical < TOGETHER:
-            # All gradients shrink when a loss is solved, and a smaller eps would only enlarge their noise.
-            is_small &= ~(share > TOGETHER * typical)
-        return self.alarm_at(
-            history,
-            "grad_over_eps",
-            series,
-            np.where(is_small, -larger, np.nan),
-            "the gradient RMS of the query or key weight is {value:.2g} times the optimizer's eps",
-        )
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """The facts about a run that its records do not contain; None means unknown.
 
     dtype: the dtype of q, k and the scores. kernel: "fused" if the scores are not written to memory. head_dim, scale:
-    as in Resolution. norm: the q/k norm that was configured.
+    as in Resolution.
 
-    >>> Setting(dtype="bf16", kernel="fused", head_dim=64).norm is None
+    >>> Setting(dtype="bf16", kernel="fused", head_dim=64).scale is None
     True
     """
 
@@ -221,14 +107,13 @@ class Setting:
     kernel: Literal["fused", "eager"] | None = None
     head_dim: int | None = None
     scale: float | None = None
-    norm: Literal["rms", "layer", "l2"] | None = None
 
 
 def rules_for(setting: Setting) -> tuple[Rule, ...]:
     """Returns the default rules, and the rules for which `setting` provides the required facts.
 
-    >>> [rule.name for rule in rules_for(Setting(dtype="bf16", kernel="eager", head_dim=64))][-3:]
-    ['gain growth', 'vanishing gradient', 'resolution bf16 eager']
+    >>> [rule.name for rule in rules_for(Setting(dtype="bf16", kernel="eager", head_dim=64))][-2:]
+    ['saturation', 'resolution bf16 eager']
     """
     dtype, kernel, width = setting.dtype, setting.kernel, setting.head_dim
     facts = Facts(dtype=dtype or "", is_fused=kernel == "fused")
@@ -236,20 +121,16 @@ def rules_for(setting: Setting) -> tuple[Rule, ...]:
         dataclasses.replace(rule, facts=facts) if isinstance(rule, NonFinite) else rule
         for rule in DEFAULT
     ]
-    # Rules whose fields are not recorded raise no alarm.
-    rules += [Saturation(), GainGrowth(), VanishingGradient()]
+    # A rule whose field is not recorded raises no alarm.
+    rules.append(Saturation())
     if width is not None and kernel is not None and dtype in ("bf16", "fp16"):
         rules.append(
             Resolution(dtype=dtype, kernel=kernel, head_dim=width, scale=setting.scale)
         )
-    if setting.norm is not None:
-        rules.append(IdleNorm(kind=setting.norm))
     return tuple(rules)
 
 
 # The line of code that an alarm recommends for a model: which remedies its attention, weights and norms allow.
-
-LOOK_AT_SPEC = "print(qkeel.find_sites(model)[0].spec.explain())  # qkeel's own attention does what its spec says"
 
 
 def fitted(
@@ -267,9 +148,6 @@ def fitted(
     True
     """
     held = hold(model, sites).replace(", optimizer", f", {optimizer_names(optimizers)}")
-    lines = {HOLD: held, DECAY_GAINS: decay_gains(sites)}
-    if sites and all(isinstance(site.module, SpecModule) for site in sites):
-        lines[LOOK] = LOOK_AT_SPEC
     weights = {}
     for site in sites:
         sides = (site.query, site.key)
@@ -281,9 +159,7 @@ def fitted(
         if isinstance(rule, NonFinite):
             facts = dataclasses.replace(rule.facts, weights=weights, loaded=not_finite)
             rule = dataclasses.replace(rule, facts=facts)
-        remedy = rule.remedy
-        for general, line in lines.items():
-            remedy = remedy.replace(general, line)
+        remedy = rule.remedy.replace(HOLD, held)
         suited.append(dataclasses.replace(rule, remedy=remedy))
     return tuple(suited)
 
@@ -371,18 +247,6 @@ def logit_limits(sites: Sequence[AttentionSite]) -> dict[str, LogitLimit]:
             if remedy.limit is not None:
                 limits[site.name] = LogitLimit(remedy.limit, str(remedy))
     return limits
-
-
-def decay_gains(sites: Sequence[AttentionSite]) -> str:
-    """Returns the line that decays the gains of the norms on queries and keys, which are found by their names in this
-    model."""
-    ends = dict[str, None]()
-    for site in sites:
-        for gain in (*site.query_gains, *site.key_gains):
-            if gain.parameter:
-                ends[".".join(gain.parameter.split(".")[-2:])] = None
-    names = f"n.endswith({tuple(ends)!r})" if ends else _NORMS
-    return DECAY_GAINS.replace(_NORMS, names)
 
 
 # The alarms that the records of a run have raised.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from typing import Literal, TypeVar, final, get_args
 
 import torch
@@ -23,7 +23,6 @@ from qkeel.monitor.alarms import Setting
 from qkeel.monitor.numbers import Number, PassNumbers, Reduction
 from qkeel.monitor.token_classes import PassTokens
 from qkeel.patching.guards import beside_function_modes
-from qkeel.sites.site import AttentionSite, Kind
 from qkeel.spec import AttentionCall, Sink
 
 T = TypeVar("T")
@@ -130,22 +129,16 @@ class SettingSeen:
         elif isinstance(call, ScoresCall):
             self.formats.add((call.logits.dtype, "eager"))
 
-    def of(self, sites: Sequence[AttentionSite]) -> Setting:
-        """The facts that apply to all sites, and the q/k norm of the sites that have one, which is needed for the bound
-        from its gains."""
+    def facts(self) -> Setting:
+        """The facts that all calls have in common."""
         scale = _only({scale for _, scale in self.shapes})
         dtype, kernel = _only(self.formats) or (None, None)
-        kinds: set[Kind] = set()
-        for site in sites:
-            if site.query_gains and site.key_gains:
-                kinds |= {gain.kind for gain in (*site.query_gains, *site.key_gains)}
         is_known = dtype is not None and (kernel == "eager" or scale is not None)
         return Setting(
             dtype=_NAMES.get(dtype) if is_known else None,  # type: ignore[arg-type]
             kernel=kernel,
             head_dim=_only({head_dim for head_dim, _ in self.shapes}),
             scale=scale,
-            norm=_only(kinds),
         )
 
 

@@ -12,30 +12,20 @@ from typing import Any, Literal, NamedTuple, Self, final, get_args
 import numpy as np
 
 from qkeel.errors import ShapeError, unknown
-from qkeel.frames import Foreign, Frame, heads_frame, layers_frame, steps_frame, tables
+from qkeel.frames import Foreign, Frame, heads_frame, layers_frame, steps_frame
 from qkeel.monitor.forecast import PlannedRates
-from qkeel.options import lookup
 from qkeel.records import (
     HEAD_FIELDS,
     LAYER_FIELDS,
     Heads,
     RunDirectory,
     common_steps,
-    field_unit,
-    fold_heads,
     layer_types,
     layer_values,
-    measured_field,
     of_layers,
 )
 
-# Name of a figure of `History.plot` -> the field that it shows by default.
 Rows = Literal["heads", "layers", "steps"]
-FIGURES = {
-    "drift": "max_logit",
-    "entropy": "entropy",
-    "heads": "max_logit",
-}
 
 
 @final
@@ -173,36 +163,6 @@ class History:
         """The same table as a pandas.DataFrame."""
         return self.frame(rows).to_pandas()
 
-    def plot(
-        self, what: str = "drift", *, field: str | None = None, ax: Foreign = None
-    ) -> Foreign:
-        """Draws the records with matplotlib and returns the Axes.
-
-        what: "drift" shows the largest logit of each layer over the steps, "entropy" the mean entropy of each layer,
-        and "heads" the last record as a map of layers and heads.
-        field: a name from records.HEAD_FIELDS to show instead. ax: the Axes to draw on.
-
-        Raises: UnknownNameError for an unknown figure or a field that was not recorded, MissingLibraryError if
-            matplotlib is not installed.
-        """
-        name = field or lookup("figure", FIGURES, what)
-        measured = {
-            n: values for n, values in self.heads.items() if not np.isnan(values).all()
-        }
-        lines = self.by_layer(name)
-        if not of_layers(name) or lines is None:
-            heads = lookup("recorded field", measured, measured_field(name))
-            lines = fold_heads(name, heads)
-        label = f"{name.replace('_', ' ')} [{field_unit(name)}]"
-        layers = self.layers or tuple(f"layer {i}" for i in range(lines.shape[1]))
-        ax = tables.axes(ax)
-        if what == "heads" and name in measured:
-            label = f"{label}, step {int(self.steps[-1]):,}"
-            tables.draw_heads(ax, measured[name][-1], layers, label)
-        else:
-            tables.draw_lines(ax, self.steps, lines, layers, label)
-        return ax
-
     def __repr__(self) -> str:
         span = (
             f", steps {self.steps[0]:,.0f} to {self.steps[-1]:,.0f}"
@@ -224,20 +184,6 @@ class History:
             heads={name: v[:n] for name, v in self.heads.items()},
         )
 
-    def of_type(self, layer_type: str) -> History:
-        """Returns a copy in which the numbers of layers of other types are NaN."""
-        others = [
-            i
-            for i, layer in enumerate(self.layers)
-            if self.types.get(layer) != layer_type
-        ]
-        heads = {name: np.array(values) for name, values in self.heads.items()}
-        for values in heads.values():
-            values[:, others] = np.nan
-        # Numbers of the whole model are of all types together.
-        values = {name: x for name, x in self.values.items() if name not in heads}
-        return dataclasses.replace(self, values=values, heads=heads)
-
     def series(self, name: str) -> np.ndarray | None:
         """Returns [n layers heads] for a name; a number that is not recorded per head has shape [n 1 1]."""
         if name in self.heads:
@@ -248,16 +194,6 @@ class History:
         """Returns [n layers]: a head field aggregated over heads, or a field of records.LAYER_FIELDS or BLOCK_FIELDS;
         None if it was not recorded."""
         return layer_values(name, self.layers, self.values, self.heads)
-
-    def top(self, name: str) -> np.ndarray | None:
-        """Returns [n], the largest value over all heads in each record; NaN if no head was measured."""
-        series = self.series(name)
-        if series is None:
-            series = self.by_layer(name)
-        if series is None:
-            return None
-        rows = series.reshape(len(series), -1)
-        return np.fmax.reduce(rows, axis=1, initial=np.nan)
 
     def where(self, place: RecordPlace) -> tuple[str | None, int | None]:
         """The layer's name and the head; None, None if the name was not recorded per head."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from qkeel import distributed as dist
 from qkeel.audit.output_gates import GateMode
@@ -20,7 +19,6 @@ from qkeel.handle import Handle, compose
 from qkeel.monitor.call_statistics import Extra, add_gates
 from qkeel.monitor.finite_stages import first_empty_row, weights_not_finite
 from qkeel.monitor.first_look import FirstLook
-from qkeel.monitor.gain_bounds import GainBounds
 from qkeel.monitor.hidden_states import HiddenStates
 from qkeel.monitor.kept_logits import KeptCall, KeptLogits
 from qkeel.monitor.logit_changes import LogitChanges
@@ -73,7 +71,6 @@ class StepNumbers(Visitor):
         sites: WatchedSites,
         tokens: PassTokens,
         logit_changes: LogitChanges | None,
-        optimizers: Sequence[Optimizer],
         role_known: Callable[[Phase, bool], None],
         kept: KeptLogits,
         *,
@@ -86,7 +83,7 @@ class StepNumbers(Visitor):
         self.name, self.tap = name, tap
         self.sites, self._tokens = sites, tokens
         self._logit_changes = logit_changes
-        self._optimizers, self._guard = optimizers, guard
+        self._guard = guard
         self._extras = extras
         self._role_known = role_known
         self._numbers, self._is_loss_summed = PassNumbers(), False
@@ -102,7 +99,7 @@ class StepNumbers(Visitor):
         self._frame: ModuleCall | None = None
         # None until the first pass, in which the sites become known.
         self._hidden: HiddenStates | None = None
-        self._readers: tuple[WeightNorms, GainBounds] | None = None
+        self._weights: WeightNorms | None = None
         self._spectra: StepSpectra | None = None
         self._step_values: Numbers = {}
 
@@ -236,9 +233,9 @@ class StepNumbers(Visitor):
         if self._logit_changes is not None:
             self._logit_changes.before()
         self._read_weights()
-        if "updates" in self._extras and self._readers is not None:
+        if "updates" in self._extras and self._weights is not None:
             if self._spectra is None:
-                self._spectra = self._compared(self._readers[0].multiplied)
+                self._spectra = self._compared(self._weights.multiplied)
             self._spectra.before()
         if gradient_scale is not None:
             unscaled = dict(self._step_values)
@@ -262,9 +259,9 @@ class StepNumbers(Visitor):
         if self._hidden is None or not self.sites.has_weights:
             return
         model, sites = self.sites.model, self.sites.all
-        if self._readers is not None and self._readers[0].is_outdated():
-            self._readers = self._spectra = None
-        if self._readers is None:
+        if self._weights is not None and self._weights.is_outdated():
+            self._weights = self._spectra = None
+        if self._weights is None:
             names = {name for name, _ in model.named_parameters()}
             moved = [x.name for x in sites if not x.parameters <= names]
             if moved:
@@ -273,10 +270,8 @@ class StepNumbers(Visitor):
             unused = [name for site in sites for name in _without_gradient(model, site)]
             if unused:
                 caution(UNUSED.format(", ".join(unused)))
-            weights = WeightNorms(model, sites, self._optimizers)
-            self._readers = weights, GainBounds(model, sites)
-        for reader in self._readers:
-            self._step_values = {**self._step_values, **reader.read()}
+            self._weights = WeightNorms(model, sites)
+        self._step_values = {**self._step_values, **self._weights.read()}
 
     def after_step(self) -> None:
         """Reads how much the step has changed the weights and the logits of the probe batch."""

@@ -18,7 +18,6 @@ from qkeel.capture.example import Arguments
 from qkeel.capture.visible_pattern import LayerType
 from qkeel.distributed.layout import Layout
 from qkeel.errors import AlarmWarning, caution
-from qkeel.frames import Foreign
 from qkeel.frames.tables import markup
 from qkeel.handle import Handle, State, under
 from qkeel.monitor.alarms import fitted, logit_limits, rules_for
@@ -161,7 +160,6 @@ class Monitor(Handle):
                 WatchedSites(name, tap.model, tap.sites, group, sites[name]),
                 tokens[name],
                 None if probe is None else LogitChanges(tap, probe),
-                self._optimizers,
                 functools.partial(self._role_known, name),
                 kept,
                 guard=self._guard,
@@ -310,7 +308,7 @@ class Monitor(Handle):
 
     @property
     def history(self) -> History:
-        """The history of the run, for rules and plots; `phase` says whether it comes from training or evaluation."""
+        """The history of the run; `phase` says whether it comes from training or evaluation."""
         self._settle()
         return self._recorder.history
 
@@ -331,12 +329,6 @@ class Monitor(Handle):
             notes.append(f"the monitor switched itself off after a fault: {fault}")
         note = "; ".join(filter(None, notes))
         return sample_table(sample, self.alarms, note, root=root)
-
-    def plot(
-        self, what: str = "drift", *, field: str | None = None, ax: Foreign = None
-    ) -> Foreign:
-        """Draws the history of the run with matplotlib and returns the Axes; see `History.plot`."""
-        return self.history.plot(what, field=field, ax=ax)
 
     def __repr__(self) -> str:
         state = "" if self.active else ", closed"
@@ -430,7 +422,7 @@ class Monitor(Handle):
     def _settled_rules(self) -> Sequence[Rule]:
         rules = self._rules
         if rules is None:
-            rules = rules_for(self._setting.of(self.sites))
+            rules = rules_for(self._setting.facts())
         # The weights that had NaN or infinity before the first pass.
         loaded = [
             within(numbers.name, weight)

@@ -6,15 +6,13 @@ import abc
 import dataclasses
 import functools
 import math
-import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import ClassVar, final
 
 import numpy as np
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
 from qkeel.metrics.run_scalars import bound_signs, judged_logits
 from qkeel.monitor import thresholds
 from qkeel.monitor.finite_stages import (
@@ -28,7 +26,8 @@ from qkeel.monitor.finite_stages import (
 )
 from qkeel.monitor.forecast import Forecast, clock, forecast
 from qkeel.monitor.history import History, RecordPlace
-from qkeel.records import LAYER_TYPES, LINEAR, NON_FINITE, explain_field, fold_heads
+from qkeel.options import settle
+from qkeel.records import NON_FINITE, explain_field, fold_heads
 
 # Alarms and rules; a rule is a condition on records and has no state.
 
@@ -119,10 +118,6 @@ class Alarm:
         return f"{self.line}. To act: {self.remedy}"
 
 
-# For all layers, or for the layers of each of these types and no others.
-Threshold = float | Mapping[str, float]
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rule(abc.ABC):
     """A condition on the history of a run; `source` says where its thresholds come from."""
@@ -206,63 +201,9 @@ class Rule(abc.ABC):
         return self.alarm(history, text, value, at=at, trend=trend(history, course))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ThresholdRule(Rule):
-    """A rule with a threshold for all layers, or with one for each of some types of layers."""
-
-    threshold: Threshold
-
-    def __post_init__(self) -> None:
-        check_threshold(self.threshold)
-
-    def check(self, history: History) -> Alarm | None:
-        """Returns the alarm of the first type of layer on which the rule fires with the threshold for that type."""
-        if not isinstance(self.threshold, Mapping):
-            return self.check_over(history, self.threshold)
-        for layer_type, threshold in self.threshold.items():
-            if layer_type in history.types.values():
-                alarm = self.check_over(history.of_type(layer_type), threshold)
-                if alarm is not None:
-                    meaning = f"{alarm.meaning} ({layer_type} layers)"
-                    return dataclasses.replace(alarm, meaning=meaning)
-        return None
-
-    @abc.abstractmethod
-    def check_over(self, history: History, threshold: float) -> Alarm | None:
-        """Returns an alarm if the last record warrants one at this threshold."""
-
-
-def check_threshold(threshold: Threshold) -> None:
-    """Checks a threshold, or thresholds by type of layer.
-
-    Raises: InvalidTypeError or InvalidValueError if it is neither, UnknownNameError if a type does not exist.
-
-    >>> check_threshold({"window": 50.0, "full": 100.0})
-    """
-    types = [layer_type for layer_type in LAYER_TYPES if layer_type != LINEAR]
-    by_type = threshold if isinstance(threshold, Mapping) else {"full": threshold}
-    if not by_type:
-        raise InvalidValueError(
-            f"expected the threshold of at least one layer type ({', '.join(types)}), got none"
-        )
-    for layer_type, value in by_type.items():
-        check_known("type of layers with logits", layer_type, types)
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise InvalidTypeError(
-                "expected a threshold as a number, or as numbers by type of layer such as "
-                f'{{"full": 100.0, "window": 50.0}}, got {threshold!r}'
-            )
-
-
-def shown(threshold: Threshold) -> str:
-    """A threshold as it appears in the name of a rule.
-
-    >>> shown(1000.0), shown({"full": 100.0, "window": 50.0})
-    ('1000', 'full=100,window=50')
-    """
-    if isinstance(threshold, Mapping):
-        return ",".join(f"{name}={value:g}" for name, value in threshold.items())
-    return f"{threshold:g}"
+def check_options(rule: Rule) -> None:
+    """Checks the numbers of a rule against their annotations."""
+    settle(rule, f"the rule {type(rule).__name__}")
 
 
 def measured(history: History, name: str) -> np.ndarray:
@@ -438,24 +379,27 @@ _MODEL = "the largest of all heads"
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ceiling(ThresholdRule):
-    """A head's largest attention logit exceeds `threshold` (nats), which applies to all layers or is given by layer
-    type.
+class Ceiling(Rule):
+    """A head's largest attention logit exceeds `threshold` (nats).
 
     >>> Ceiling(threshold=100.0).severity
     <Severity.ALARM: 'alarm'>
     """
 
+    threshold: float
+
+    __post_init__ = check_options
+
     @property
     def name(self) -> str:
         """The rule's name followed by the threshold: each threshold is a separate rule."""
-        return f"ceiling {shown(self.threshold)}"
+        return f"ceiling {self.threshold:g}"
 
-    def check_over(self, history: History, threshold: float) -> Alarm | None:
+    def check(self, history: History) -> Alarm | None:
         top = largest_logit(history)
-        if top is None or not top.value > threshold:
+        if top is None or not top.value > self.threshold:
             return None
-        meaning = f"{top} is over {threshold:,g}"
+        meaning = f"{top} is over {self.threshold:,g}"
         free = largest_logit(history, factor=LOOSE)
         grows = free is not None and free.at == top.at
         course = trend(history, top.series, grows=grows)
@@ -518,29 +462,31 @@ class Growth(Rule):
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Approach(ThresholdRule):
+class Approach(Rule):
     """Fires when the largest logit is over `floor` and will pass `threshold` within `horizon` times the training so
     far.
 
-    Logits are in nats. The forecast is a power law of the sum of learning rates (experiments/notes/alarms.md). The
-    threshold applies to all layers, or is given by layer type.
+    Logits are in nats. The forecast is a power law of the sum of learning rates (experiments/notes/alarms.md).
 
     >>> Approach(threshold=1000.0).horizon
     4.0
     """
 
     forecasts: ClassVar[bool] = True
+    threshold: float
     floor: float = thresholds.APPROACH_FLOOR
     horizon: float = thresholds.HORIZON
+
+    __post_init__ = check_options
 
     @property
     def name(self) -> str:
         """The rule's name followed by the threshold: each threshold is a separate rule."""
-        return f"forecast {shown(self.threshold)}"
+        return f"forecast {self.threshold:g}"
 
-    def check_over(self, history: History, threshold: float) -> Alarm | None:
-        top = largest_logit(history, threshold=threshold)
-        passing = _passes_soon(history, threshold, self.floor, self.horizon)
+    def check(self, history: History) -> Alarm | None:
+        top = largest_logit(history, threshold=self.threshold)
+        passing = _passes_soon(history, self.threshold, self.floor, self.horizon)
         if top is None or passing is None:
             return None
         meaning = f"{top} {passing}"
@@ -577,7 +523,7 @@ def outgrowing(
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook(ThresholdRule):
+class Outlook(Rule):
     """The largest logit will exceed `threshold` at the end of the planned schedule if its growth continues.
 
     The logit z is extrapolated in proportion to the clock c, the sum of learning rates, since the first record: z_end =
@@ -590,26 +536,28 @@ class Outlook(ThresholdRule):
     2.0
     """
 
-    threshold: Threshold = thresholds.OUTLOOK  #: of all layers, or by their types
+    threshold: float = thresholds.OUTLOOK
     floor: float = thresholds.OUTLOOK_FLOOR
     factor: float = thresholds.OUTLOOK_FACTOR
     source: str = "experiments/notes/alarms.md: chosen on the tuning seeds there, measured on others"
 
-    def check_over(self, history: History, threshold: float) -> Alarm | None:
+    __post_init__ = check_options
+
+    def check(self, history: History) -> Alarm | None:
         planned = history.planned
-        top = largest_logit(history, threshold=threshold)
+        top = largest_logit(history, threshold=self.threshold)
         if planned is None or top is None or not np.isfinite(top.value):
             return None
         if not planned.followed(history.steps, history.rates):
             return None
         latest, envelope = top.value, top.envelope
         if not outgrowing(
-            history, envelope, threshold, floor=self.floor, factor=self.factor
+            history, envelope, self.threshold, floor=self.floor, factor=self.factor
         ):
             return None
         meaning = (
             f"{top}: if it keeps growing with the planned learning rates, "
-            f"it will end over {threshold:,g}"
+            f"it will end over {self.threshold:,g}"
         )
         course = trend(history, envelope, _MODEL)
         return self.alarm(history, meaning, latest, at=top.at, trend=course)
@@ -617,7 +565,7 @@ class Outlook(ThresholdRule):
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EntropyCollapse(ThresholdRule):
+class EntropyCollapse(Rule):
     """The mean entropy of a layer's heads is below `threshold` (nats), so that attention picks one key and has no
     gradient.
 
@@ -629,10 +577,12 @@ class EntropyCollapse(ThresholdRule):
     0.05
     """
 
-    threshold: Threshold = thresholds.ENTROPY  #: of all layers, or by their types
+    threshold: float = thresholds.ENTROPY
     source: str = "Zhai et al. 2023, arXiv 2303.06296 (entropy collapse); threshold: experiments/notes/alarms.md, tuning seeds"
 
-    def check_over(self, history: History, threshold: float) -> Alarm | None:
+    __post_init__ = check_options
+
+    def check(self, history: History) -> Alarm | None:
         series = measured(history, "entropy")
         if np.isnan(series[-1]).all():
             return None
@@ -644,10 +594,10 @@ class EntropyCollapse(ThresholdRule):
             return None
         layer = int((means[1] == np.fmin.reduce(means[1])).argmax())
         low = float(means[1, layer])
-        if not low < threshold:
+        if not low < self.threshold:
             return None
         meaning = (
-            f"the layer's mean attention entropy, {low:.3g} nats, is under {threshold:g}: "
+            f"the layer's mean attention entropy, {low:.3g} nats, is under {self.threshold:g}: "
             "one key takes all the attention"
         )
         course = f"it was {means[0, layer]:.3g} in the first record"

@@ -25,7 +25,6 @@ from qkeel.records import (
     HEAD_FIELDS,
     LAYER_FIELDS,
     LINEAR,
-    MONITOR_FIELDS,
     fold_heads,
     layer_fields,
     layer_values,
@@ -252,27 +251,6 @@ def coverage(watched: int, missed: Sequence[str]) -> str:
     )
 
 
-def monitor_line(sample: Sample) -> str:
-    """A line with the monitor's statistics on itself and, where they differ between processes, the smallest and the
-    largest value; "" if there are no such statistics.
-
-    >>> itself = {"sites": 1, "calls": 4, "calls_min": 0, "calls_max": 4, "milliseconds": 1.25}
-    >>> monitor_line(Sample(step=0, monitor=itself))
-    'monitor: 1 site, 4 calls (0 to 4 over processes), 1.25 milliseconds for this record'
-    """
-    phrases = []
-    for name in MONITOR_FIELDS:
-        if name not in sample.monitor:
-            continue
-        value = sample.monitor[name]
-        ends = [sample.monitor.get(f"{name}_{end}", value) for end in ("min", "max")]
-        span = " to ".join(map(_number, ends))
-        over = f" ({span} over processes)" if ends[0] != ends[1] else ""
-        noun = name.removesuffix("s") if value == 1 else name
-        phrases.append(f"{_number(float(value))} {noun}{over}")
-    return f"monitor: {', '.join(phrases)} for this record" if phrases else ""
-
-
 def sample_table(
     sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = ""
 ) -> str:
@@ -296,7 +274,7 @@ def sample_table(
         [
             sample_line(sample, root),
             *([text_table([head, *rows])] if rows else []),
-            *filter(None, [monitor_line(sample), note]),
+            *filter(None, [note]),
             *map(str, gravest[:MOST_ALARMS]),
         ]
     )

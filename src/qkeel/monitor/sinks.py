@@ -24,7 +24,7 @@ from qkeel.errors import (
     caution,
     unknown,
 )
-from qkeel.frames import Foreign, Frame
+from qkeel.frames import Frame
 from qkeel.frames.tables import Markup, markup
 from qkeel.monitor.history import History
 from qkeel.monitor.rules import Alarm, Severity
@@ -415,12 +415,6 @@ class Run:
     def events(self) -> list[JSONObject]:
         """Alarms and other events, one dict each."""
         return self.directory.events()
-
-    def plot(
-        self, what: str = "drift", *, field: str | None = None, ax: Foreign = None
-    ) -> Foreign:
-        """Draws the run with matplotlib and returns the Axes; see `History.plot`."""
-        return self.history.plot(what, field=field, ax=ax)
 
     def __repr__(self) -> str:
         steps = self.history.steps

@@ -278,14 +278,6 @@ def on_host(stats: Stats) -> dict[str, LogitStats]:
 # The record of a step: arrays [layers heads] that are read from the vector.
 
 
-# Numbers that are computed from merged ones: from which, and how. Those that are no recorded field serve only for this.
-COMPUTED: Mapping[str, tuple[tuple[str, ...], Callable[..., np.ndarray]]] = {
-    "grad_over_eps": (
-        ("query_grad_rms", "key_grad_rms", "eps"),
-        lambda query, key, eps: np.minimum(query, key) / eps,
-    ),
-    "gain_bound": (("query_bound", "key_bound"), np.multiply),
-}
 # Statistics of the whole model, in STEP_FIELDS.
 _WHOLE = (
     "max_logit",
@@ -380,12 +372,6 @@ class RecordArrays:
         arrays = dict(zip(self._index, numbers[self._indices]))
         if "max_logit" in arrays:
             self._add_derived(arrays)
-        for name, (parts, compute) in COMPUTED.items():
-            if arrays.keys() >= {*parts}:
-                computed = compute(*[arrays[part] for part in parts])
-                # A bound from the gains is either known whole, or computed from the factors of split gains.
-                of_whole = arrays.get(name, computed)
-                arrays[name] = np.where(np.isnan(computed), of_whole, computed)
         for side in ("query", "key") if self.classes else ():
             norms = [arrays[f"class_{side}_norm/{label}"] for label in self.classes]
             arrays[f"{side}_competition"] = _largest_over_smallest(np.stack(norms))

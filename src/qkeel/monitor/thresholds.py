@@ -21,13 +21,5 @@ HORIZON = 4.0
 OUTLOOK, OUTLOOK_FLOOR, OUTLOOK_FACTOR = 500.0, 8.0, 2.0
 ENTROPY = LAYER_ENTROPY
 
-# Thresholds of rules that depend on the setting of a run.
 # Nats by which rounding changes the logits of the top keys.
 ROUNDING = 0.25
-# Of its first value: a share of the gradient under which it has vanished.
-TOGETHER = 0.1
-# Times the gain's first value.
-GAIN_FACTOR = 4.0
-IDLE_TOLERANCE = (
-    0.05  # relative deviation allowed between a head's size and what the norm produces
-)

@@ -159,7 +159,6 @@ class _AlikeSites:
         sites: Sequence[AttentionSite],
         parameters: Mapping[str, Tensor],
         counts: Callable[[Tensor], bool],
-        eps: float | None,
     ) -> None:
         self.site, self.names = sites[0], tuple([site.name for site in sites])
         self._sides, self._lasts = chains_of(self.site), _lasts(self.site)
@@ -194,10 +193,6 @@ class _AlikeSites:
             for head_slice, rows in self._rows.items():
                 complete &= rows.complete[self.site.used(head_slice.n)]
             self.complete = complete.to(p.device)[None]
-        self._eps: Tensor | None = None
-        if eps is not None:
-            shape, kind = (len(sites), 1), widest(p.device)
-            self._eps = torch.full(shape, eps, dtype=kind, device=p.device)
 
     def read(self) -> tuple[dict[str, Tensor | Number], dict[HeadSlice, Tensor]]:
         """Returns the norms of weights and gradients by name, and the rows [sites n r m] of the weights of each slice."""
@@ -205,7 +200,6 @@ class _AlikeSites:
         rows: dict[HeadSlice, Tensor] = {}
         for first, weights in self._weights.items():
             rows[first] = self._rows_of(first, weights)
-        n_gradients = 0
         for side, lasts in self._lasts.items():
             if self._has_norms:
                 norm = self._norm(lasts, [rows[x] for x in lasts])
@@ -226,10 +220,6 @@ class _AlikeSites:
             parts = [self._rows_of(*of_weight) for of_weight in of_gradients]
             rms = self._norm(lasts, parts, self._root_sizes[side])
             numbers[f"{side}_grad_rms"] = rms
-            n_gradients += 1
-        # Adam's step shrinks by the smaller side, so that eps is of use only with both.
-        if self._eps is not None and n_gradients == 2:
-            numbers["eps"] = self._eps
         return numbers, rows
 
     def _rows_of(self, first: HeadSlice, tensors: list[Tensor]) -> Tensor:
@@ -286,9 +276,6 @@ class WeightNorms:
         small. It is missing if q or k is not a plain matrix product of the input, as with a convolution over positions
         or with additional learned keys.
     query_grad_rms, key_grad_rms [h]: the root mean square of the gradient of those rows, as the optimizer receives it.
-    eps [1]: the eps of an optimizer that divides by the root of a mean square of each entry (Adam, RMSprop), from which
-        a record computes grad_over_eps; near or below 1, Adam's step shrinks (Wortsman et al. 2023, arXiv 2309.14322,
-        section 3.4).
 
     Of weights that are split across processes, each process reads its part, and nothing is gathered: squares of norms
     add up, and a singular value is read by the process that has all rows of a head.
@@ -302,7 +289,6 @@ class WeightNorms:
         self,
         model: nn.Module,
         sites: Sequence[AttentionSite],
-        optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
         parameters = dict(model.named_parameters())
         self._tree = ModuleTree(model)
@@ -313,16 +299,13 @@ class WeightNorms:
             owner, _, leaf = name.rpartition(".")
             table = model.get_submodule(owner)._parameters
             self._held.append((table, leaf, parameters[name]))
-        counts, all_eps = counted(model), _eps_by_weight(optimizers)
+        counts = counted(model)
         # By the shapes of their weights, whose sites are read by a few operators for all.
         alike: dict[object, list[AttentionSite]] = {}
-        eps_of: dict[str, float | None] = {}
         for site in sites:
             if not site.terms:
                 continue
             slices, weights = _slices(site), _weights(site, parameters)
-            last = parameters[site.terms[0].query[-1].parameter]
-            eps_of[site.name] = all_eps.get(id(last))
             # A site that is split is read for itself, and so are convolutions and weights that refuse operators.
             is_alone = any(
                 dist.is_split(p) or p.ndim > 2 or is_wrapper(p) for p in weights
@@ -331,11 +314,13 @@ class WeightNorms:
                 (x.index.shape, p.shape, p.dtype, p.device, x.axis)
                 for x, p in zip(slices, weights)
             ]
-            lengths = [len(x) for chains in chains_of(site).values() for x in chains]
+            chain_lengths = [
+                len(x) for chains in chains_of(site).values() for x in chains
+            ]
             lasts = [slices.index(x) for x in itertools.chain(*_lasts(site).values())]
             heads = site.n_heads, site.n_kv_heads, site.key_heads
             facts = _has_products(site, parameters), site.reparametrised
-            form = (*shapes, *lengths, *lasts, *heads, *facts, eps_of[site.name])
+            form = (*shapes, *chain_lengths, *lasts, *heads, *facts)
             alike.setdefault((*form, site.name if is_alone else ""), []).append(site)
         self._groups: list[_AlikeSites] = []
         self.multiplied: list[AttentionSite] = []
@@ -344,8 +329,7 @@ class WeightNorms:
             # Of a few million entries at most, so that large weights are not copied.
             n = max(1, _TOGETHER // max(1, n_entries))
             for i in range(0, len(members), n):
-                eps = eps_of[members[0].name]
-                group = _AlikeSites(members[i : i + n], parameters, counts, eps)
+                group = _AlikeSites(members[i : i + n], parameters, counts)
                 self._groups.append(group)
                 if group.has_products and not group.is_split:
                     self.multiplied += members[i : i + n]
@@ -417,21 +401,6 @@ def _slices(site: AttentionSite) -> list[HeadSlice]:
 
 def _lasts(site: AttentionSite) -> dict[str, list[HeadSlice]]:
     return {side: last_weights(chains) for side, chains in chains_of(site).items()}
-
-
-def _eps_by_weight(
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> dict[int, float]:
-    """Returns the eps that optimizers add to the root of each entry's mean square, as Adam's and RMSprop's kin do."""
-    groups = [group for x in optimizers for group in x.param_groups]
-    return {
-        id(p): group["eps"]
-        for group in groups
-        if isinstance(group.get("eps"), float) and group["eps"]
-        # Muon adds its eps to the norm of a whole matrix.
-        if "betas" in group or "alpha" in group
-        for p in group["params"]
-    }
 
 
 # Elements of the small matrices whose spectra are computed at once: 1 GiB.

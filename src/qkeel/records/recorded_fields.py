@@ -286,12 +286,6 @@ HEAD_FIELDS: dict[str, HeadField] = {
         f"largest singular value of the product of the query and key weights{_STORED}",
         "max",
     ),
-    "gain_bound": HeadField(
-        "nats",
-        "largest logit that the gains of the q/k norm allow",
-        "max",
-        per_layer=True,
-    ),
     "query_grad_rms": HeadField(
         "1", "root mean square gradient of the head's query weight", "max"
     ),
@@ -314,11 +308,6 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "min",
     ),
     "empty_query": HeadField("index", "first such query in that sample", "min"),
-    "grad_over_eps": HeadField(
-        "1",
-        "smaller of the RMS gradients of the query and key weights, divided by the optimizer's eps",
-        "min",
-    ),
     "lse_mean": HeadField(
         "nats",
         "mean logsumexp of a query row's logits over its keys, after the cap",
@@ -678,16 +667,6 @@ def head_field(name: str) -> HeadField | None:
     'max'
     """
     return HEAD_FIELDS.get(name) or CLASS_FIELDS.get(name.partition("/")[0])
-
-
-def field_unit(name: str) -> str:
-    """Returns the unit of a per-head or per-layer value.
-
-    >>> field_unit("entropy")
-    'nats'
-    """
-    field = LAYER_FIELDS.get(name) or BLOCK_FIELDS.get(name) or head_field(name)
-    return lookup("head field", HEAD_FIELDS, name).unit if field is None else field.unit
 
 
 def layer_fields() -> tuple[str, ...]:

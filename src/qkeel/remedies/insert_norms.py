@@ -20,7 +20,7 @@ from qkeel.patching.module_forward import put_in_place
 from qkeel.patching.module_tables import names_in_use, parameters_of
 from qkeel.remedies.added_parameters import add_submodules
 from qkeel.remedies.base import Target, module_name, where
-from qkeel.remedies.exchange import base_spec, exchange_calls, number
+from qkeel.remedies.foreign_attention import change_calls
 from qkeel.remedies.head_norms import (
     SIDES,
     HeadNorm,
@@ -29,6 +29,7 @@ from qkeel.remedies.head_norms import (
     heads_of,
 )
 from qkeel.remedies.processes import agreed
+from qkeel.remedies.site_scale import base_spec, constant_factor
 from qkeel.remedies.spec_remedy import (
     ChangeSpec,
     refuse_heads,
@@ -149,7 +150,7 @@ class ChangeNorm(ChangeSpec):
         if plans:
             yield from self._norm_projections(target, sites, plans)
         called = [site for site in sites if site.name not in plans]
-        yield from exchange_calls((self, target.train_length), target, called)
+        yield from change_calls((self, target.train_length), target, called)
 
     def _plans(
         self, target: Target, sites: list[AttentionSite]
@@ -283,8 +284,8 @@ class ChangeNorm(ChangeSpec):
             # On one side only, since the factors of q and k multiply.
             if side == self.sides[0] and spec.scale != base:
                 learned = spec.scale if spec.scale.kind == "learned" else None
-                new = 1.0 if learned else number(spec.scale, site.head_dim)
-                factor = new / number(base, site.head_dim)
+                new = 1.0 if learned else constant_factor(spec.scale, site.head_dim)
+                factor = new / constant_factor(base, site.head_dim)
             n_heads, width = index.shape
             norm = HeadNorm(
                 spec.norm,

@@ -17,7 +17,7 @@ from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.options import settle
 from qkeel.remedies.base import Target
-from qkeel.remedies.exchange import refuse_added_scores
+from qkeel.remedies.foreign_attention import refuse_added_scores
 from qkeel.remedies.spec_remedy import ChangeSpec, SlotName, known_length, refuse_taken
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec, LogN, Sigmoid, Sink, Softcap, Softpick

@@ -8,8 +8,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Literal
 
-from torch import nn
-
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
@@ -17,7 +15,7 @@ from qkeel.nn.attention import SpecModule
 from qkeel.remedies.added_parameters import change_parameters
 from qkeel.remedies.base import Remedy, Target, compose_all
 from qkeel.remedies.changed_call import PlacedChange, changed
-from qkeel.remedies.exchange import exchange_calls
+from qkeel.remedies.foreign_attention import change_calls
 from qkeel.sites.site import AttentionSite, is_normed
 from qkeel.spec import AttentionSpec, InverseSqrt
 from qkeel.spec.logits import Scale
@@ -144,7 +142,7 @@ class ChangeSpec(Remedy):
         self, target: Target, sites: list[AttentionSite]
     ) -> Iterator[Handle]:
         """Changes sites of modules from other libraries."""
-        yield from exchange_calls((self, target.train_length), target, sites)
+        yield from change_calls((self, target.train_length), target, sites)
 
     def change_own(self, site: AttentionSite, target: Target) -> Handle:
         """Replaces the spec of one of qkeel's own modules."""
@@ -172,11 +170,6 @@ class ChangeSpec(Remedy):
             undo_parameters.remove()
 
         return Handle(undo)
-
-
-def settle(module: nn.Module) -> None:
-    """Makes the current spec of one of qkeel's own modules its original spec, so that no change can be undone."""
-    module.__dict__.pop(_CHANGES, None)
 
 
 def known_length(

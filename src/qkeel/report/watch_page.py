@@ -385,7 +385,7 @@ def charts(runs: Sequence[Watched]) -> list[Chart]:
     return [chart for chart, has_data in present.items() if has_data]
 
 
-_MORE_OF_HEADS = ("cos_max", "logit_change_rms", "gain_bound")
+_MORE_OF_HEADS = ("cos_max", "logit_change_rms")
 
 
 def more_fields(run: Watched) -> list[str]:
@@ -550,7 +550,7 @@ _FIELDS = {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS, **CLASS_FIELDS}
 _SHOWN = [
     name
     for name, field in _FIELDS.items()
-    if field.column or name in ("min_logit", "entropy_min", "gain_bound")
+    if field.column or name in ("min_logit", "entropy_min")
 ]
 
 

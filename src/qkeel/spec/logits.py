@@ -84,11 +84,6 @@ class Scale(Slot):
         """Applies this scale's position-dependent factors to another scale."""
         return base
 
-    @property
-    def last_position(self) -> int:
-        """The last training position of a factor that grows until that position, or 0 for any other scale."""
-        return 0
-
     def with_multiplier(self, multiplier: float) -> Scale:
         """The same scale with its 1/√d multiplied by a number. A scale without 1/√d is returned unchanged."""
         return self
@@ -267,10 +262,6 @@ class PositionFactor(Scale):
     def with_base(self, base: Scale) -> Scale:
         return dataclasses.replace(self, inner=self.inner.with_base(base))
 
-    @property
-    def last_position(self) -> int:
-        return self.inner.last_position
-
     def with_multiplier(self, multiplier: float) -> Scale:
         return dataclasses.replace(self, inner=self.inner.with_multiplier(multiplier))
 
@@ -327,10 +318,6 @@ class LogN(PositionFactor):
             **needed,
             "log_n_scale": Parameter(shape, 1 / math.log(self.train_length)),
         }
-
-    @property
-    def last_position(self) -> int:
-        return self.train_length - 1
 
     def ratio(self, pos_q: PosQ, dtype: torch.dtype) -> Float[Tensor, "#b t"]:
         return log_n(pos_q + 1, self.train_length, self.clip, dtype)

@@ -48,8 +48,8 @@ class _EncodePlan:
 
     norm: Norm
     position: Rope | None
-    kind_q: int
-    kind_k: int
+    norm_code_q: int
+    norm_code_k: int
     eps: float
     # True if only the GPU operators do this: interleaved pairs, or a norm over all
     # heads of a token.
@@ -75,15 +75,15 @@ def _plan(norm: Norm, position: Position) -> _EncodePlan | None:
     rope = position.rope
     normed = KINDS[norm.kind] + (WHOLE if norm.over == "layer" else 0)
     pairing = INTERLEAVED if rope is not None and rope.pairing == "interleaved" else 0
-    kind_q, kind_k = (
+    norm_code_q, norm_code_k = (
         (normed if side in norm.sides else NONE) + pairing for side in "qk"
     )
     on_gpu = norm.over == "layer" or pairing > 0
     return _EncodePlan(
         norm=norm,
         position=rope,
-        kind_q=kind_q,
-        kind_k=kind_k,
+        norm_code_q=norm_code_q,
+        norm_code_k=norm_code_k,
         eps=norm.eps,
         on_gpu=on_gpu,
     )
@@ -177,18 +177,18 @@ def fused(
     table_q, table_k = _tables(plan, q, k, pos_q, pos_k)
     # Not where one of the two would only be copied.
     if table_q is table_k and (
-        table_q is not None or (plan.kind_q % WHOLE and plan.kind_k % WHOLE)
+        table_q is not None or (plan.norm_code_q % WHOLE and plan.norm_code_k % WHOLE)
     ):
-        kinds, keeps = (
-            (plan.kind_q, plan.kind_k),
+        norm_codes, keeps = (
+            (plan.norm_code_q, plan.norm_code_k),
             (_keeps(q, gain_q), _keeps(k, gain_k)),
         )
         return norm_rope_two(
-            operators, q, k, (gain_q, gain_k), table_q, kinds, plan.eps, keeps
+            operators, q, k, (gain_q, gain_k), table_q, norm_codes, plan.eps, keeps
         )
     return (
-        _one(operators, q, gain_q, table_q, plan.kind_q, plan.eps),
-        _one(operators, k, gain_k, table_k, plan.kind_k, plan.eps),
+        _one(operators, q, gain_q, table_q, plan.norm_code_q, plan.eps),
+        _one(operators, k, gain_k, table_k, plan.norm_code_k, plan.eps),
     )
 
 
@@ -247,9 +247,9 @@ def _fits(plan: _EncodePlan, q: Tensor, k: Tensor) -> bool:
     """True if a GPU program can hold all heads of a token, as a norm over all of them requires."""
     widest = max(
         (1 << (x.shape[1] - 1).bit_length()) * max(16, x.shape[3])
-        if kind & WHOLE
+        if norm_code & WHOLE
         else 0
-        for x, kind in ((q, plan.kind_q), (k, plan.kind_k))
+        for x, norm_code in ((q, plan.norm_code_q), (k, plan.norm_code_k))
     )
     return widest <= _WIDEST_TOKEN
 
@@ -259,12 +259,12 @@ def _one(
     x: Tensor,
     gain: Tensor | None,
     table: CosSin | None,
-    kind: int,
+    norm_code: int,
     eps: float,
 ) -> Tensor:
-    if kind % WHOLE == NONE and table is None:
+    if norm_code % WHOLE == NONE and table is None:
         return x
-    return norm_rope(operators, x, gain, table, kind, eps, _keeps(x, gain))
+    return norm_rope(operators, x, gain, table, norm_code, eps, _keeps(x, gain))
 
 
 def _keeps(x: Tensor, gain: Tensor | None) -> bool:

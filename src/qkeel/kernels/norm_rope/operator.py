@@ -45,7 +45,7 @@ def norm_rope(
     x: Float[Tensor, "b h t d"],
     gain: Tensor | None,
     table: CosSin | None,
-    kind: int,
+    norm_code: int,
     eps: float,
     keep_x: bool,
 ) -> Float[Tensor, "b h t d"]:
@@ -56,20 +56,22 @@ def norm_rope(
         x: q or k.
         gain: the gain, of shape [], [d], [h 1] or [h d]; None for no gain.
         table: cos and sin of the rotation.
-        kind: the norm, and what is added to its number.
+        norm_code: the norm, and what is added to its number.
         eps: eps of the norm.
         keep_x: whether to keep x for backward; if False, the result is kept, from which x̂ is recomputed.
     """
     cos, sin = (None, None) if table is None else table
     if torch.compiler.is_compiling():
-        return operators.norm_rope.default(x, gain, cos, sin, kind, eps, keep_x)[0]
+        return operators.norm_rope.default(x, gain, cos, sin, norm_code, eps, keep_x)[0]
     if not (
         torch.is_grad_enabled()
         and (x.requires_grad or (gain is not None and gain.requires_grad))
     ):
         with below_autograd():
-            return operators.norm_rope.default(x, gain, cos, sin, kind, eps, keep_x)[0]
-    return _NormRope.apply(operators, x, gain, cos, sin, kind, eps, keep_x)[0]  # type: ignore[index]
+            return operators.norm_rope.default(
+                x, gain, cos, sin, norm_code, eps, keep_x
+            )[0]
+    return _NormRope.apply(operators, x, gain, cos, sin, norm_code, eps, keep_x)[0]  # type: ignore[index]
 
 
 def norm_rope_two(
@@ -78,7 +80,7 @@ def norm_rope_two(
     k: Tensor,
     gains: Pair,
     table: CosSin | None,
-    kinds: Pair,
+    norm_codes: Pair,
     eps: float,
     keeps: Pair,
 ) -> tuple[Tensor, Tensor]:
@@ -87,11 +89,11 @@ def norm_rope_two(
         [x is not None and x.requires_grad for x in (q, k, *gains)]
     ):
         return (
-            norm_rope(operators, q, gains[0], table, kinds[0], eps, keeps[0]),
-            norm_rope(operators, k, gains[1], table, kinds[1], eps, keeps[1]),
+            norm_rope(operators, q, gains[0], table, norm_codes[0], eps, keeps[0]),
+            norm_rope(operators, k, gains[1], table, norm_codes[1], eps, keeps[1]),
         )
     cos, sin = (None, None) if table is None else table
-    return operators.norm_rope_two.default(q, k, *gains, cos, sin, *kinds, eps)
+    return operators.norm_rope_two.default(q, k, *gains, cos, sin, *norm_codes, eps)
 
 
 def register_derivatives(namespace: str) -> None:
@@ -109,20 +111,20 @@ def register_derivatives(namespace: str) -> None:
 def _keep_for_backward(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 ) -> None:
-    x, gain, cos, sin, kind, eps, keep_x = inputs
+    x, gain, cos, sin, norm_code, eps, keep_x = inputs
     y, inverse = output
-    ctx.save_for_backward(*_kept(kind, keep_x, x, y, inverse), gain, cos, sin)
-    ctx.options = kind, eps, keep_x
+    ctx.save_for_backward(*_kept(norm_code, keep_x, x, y, inverse), gain, cos, sin)
+    ctx.options = norm_code, eps, keep_x
     # For backward alone; what is not differentiated costs no gradient of zeros.
     ctx.mark_non_differentiable(inverse)
     ctx.set_materialize_grads(False)
 
 
 def _kept(
-    kind: int, keep_x: bool, x: Tensor, y: Tensor, inverse: Tensor
+    norm_code: int, keep_x: bool, x: Tensor, y: Tensor, inverse: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns what backward needs of a call besides gain and table: nothing for a rotation alone."""
-    if kind % WHOLE == NONE:
+    if norm_code % WHOLE == NONE:
         return None, None
     return (x if keep_x else y), inverse
 
@@ -144,7 +146,7 @@ def _gradients(
     operators: Any,
     grad_out: Tensor | None,
     saved: tuple[Tensor | None, ...],
-    kind: int,
+    norm_code: int,
     eps: float,
     kept_x: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -153,12 +155,12 @@ def _gradients(
         return None, None
     kept, inverse, gain, cos, sin = saved
     # A rotation is undone by the one back, which is differentiable in its turn.
-    if kind % WHOLE == NONE:
+    if norm_code % WHOLE == NONE:
         table = None if cos is None or sin is None else (cos, -sin)
-        return norm_rope(operators, grad_out, None, table, kind, 0.0, False), None
+        return norm_rope(operators, grad_out, None, table, norm_code, 0.0, False), None
     operator = operators.norm_rope_backward.default
     grad, gain_sums = derivative(
-        operator, grad_out, kept, inverse, gain, cos, sin, kind, eps, kept_x
+        operator, grad_out, kept, inverse, gain, cos, sin, norm_code, eps, kept_x
     )
     if gain is None:
         return grad, None

@@ -494,10 +494,14 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _constants(
-    x: Tensor, gain: Tensor | None, cos: Tensor | None, kind: int, by_head: bool = False
+    x: Tensor,
+    gain: Tensor | None,
+    cos: Tensor | None,
+    norm_code: int,
+    by_head: bool = False,
 ) -> dict[str, int]:
     """Returns the constants of a launch: tile sizes, the requested computation, and warps for whole tokens."""
-    d, h, whole = x.shape[-1], x.shape[1], bool(kind & norm_rope.WHOLE)
+    d, h, whole = x.shape[-1], x.shape[1], bool(norm_code & norm_rope.WHOLE)
     half = d // 2 if cos is None else cos.shape[-1]
     wide, tail = (
         max(8, triton.next_power_of_2(half)),
@@ -513,9 +517,9 @@ def _constants(
     if whole:
         # As many rows for each warp as in other tiles.
         constants["num_warps"] = 4 * max(1, heads // rows)
-    constants["STEP"] = 2 if kind & norm_rope.INTERLEAVED else 1
+    constants["STEP"] = 2 if norm_code & norm_rope.INTERLEAVED else 1
     constants |= {
-        "KIND": kind % norm_rope.WHOLE,
+        "KIND": norm_code % norm_rope.WHOLE,
         "WHOLE": whole,
         "GAIN": gain is not None,
         "TURN": cos is not None,
@@ -555,16 +559,16 @@ def _run(
     gain: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
-    kind: int,
+    norm_code: int,
     eps: float,
     inverses: bool,
 ) -> tuple[Tensor, Tensor]:
     """Returns the result, and the inverse norms [b t h] of rows if requested and there is a norm."""
     x = _dense(x)
     y, (b, h, t, _) = torch.empty_like(x), x.shape
-    has_inverses = inverses and kind % norm_rope.WHOLE != norm_rope.NONE
+    has_inverses = inverses and norm_code % norm_rope.WHOLE != norm_rope.NONE
     inverse = x.new_empty((b, t, h) if has_inverses else (0,), dtype=torch.float32)
-    constants = _constants(x, gain, cos, kind)
+    constants = _constants(x, gain, cos, norm_code)
     blocks, groups = (
         triton.cdiv(h, constants["HEADS"]),
         triton.cdiv(b * t, constants["TOKENS"]),
@@ -597,7 +601,7 @@ def _run_backward(
     gain: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
-    kind: int,
+    norm_code: int,
     eps: float,
     kept_x: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -606,7 +610,7 @@ def _run_backward(
     dx = torch.empty_like(kept)
     b, h, t, d = kept.shape
     by_head = gain is not None and gain.ndim == 2
-    constants = _constants(kept, gain, cos, kind, by_head)
+    constants = _constants(kept, gain, cos, norm_code, by_head)
     blocks, groups = (
         triton.cdiv(h, constants["HEADS"]),
         triton.cdiv(b * t, constants["TOKENS"]),
@@ -655,9 +659,9 @@ def _run_tracked(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _run_two(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    gain_q, gain_k, cos, sin, kind_q, kind_k, eps = arguments
-    new_q, _ = _run(q, gain_q, cos, sin, kind_q, eps, inverses=False)
-    new_k, _ = _run(k, gain_k, cos, sin, kind_k, eps, inverses=False)
+    gain_q, gain_k, cos, sin, norm_code_q, norm_code_k, eps = arguments
+    new_q, _ = _run(q, gain_q, cos, sin, norm_code_q, eps, inverses=False)
+    new_k, _ = _run(k, gain_k, cos, sin, norm_code_k, eps, inverses=False)
     return new_q, new_k
 
 

@@ -1,36 +1,27 @@
-"""Folds scale factors into ordinary weights where this is exact."""
+"""Folds the scales of sigma_reparam into ordinary weights."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qkeel.errors import InvalidTypeError, RefusedError
-from qkeel.functional.norms import widest
-from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.module_tables import parameters_of
 from qkeel.remedies.apply import forget
-from qkeel.remedies.base import where
 from qkeel.remedies.sigma_reparam import SigmaReparam, fold_layer, stored
-from qkeel.remedies.spec_remedy import settle
-from qkeel.sites.find import find_sites
-from qkeel.sites.site import AttentionSite
-from qkeel.spec import InverseSqrt, NoNorm
-from qkeel.spec.norm import Norm
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """The result of `fold`: the factors that it wrote into weights, and the factors that it kept, with the reasons."""
+    """The result of `fold`: the layers that are ordinary again, and those that it kept, with the reasons."""
 
-    written: tuple[str, ...]  #: one phrase per folded factor
-    kept: tuple[str, ...]  #: one phrase per kept factor
+    written: tuple[str, ...]  #: one phrase per folded layer
+    kept: tuple[str, ...]  #: one phrase per kept layer
 
     def __str__(self) -> str:
         return "\n".join(
@@ -43,15 +34,10 @@ class Folded:
 
 @torch.no_grad()
 def fold(model: nn.Module) -> Folded:
-    """Writes scale factors back into weights in place. Outputs stay the same up to rounding.
+    """Makes Ŵ = (γ/σ) W of `sigma_reparam` the weights of ordinary layers again. Outputs in evaluation stay the same.
 
-    - In any model, Ŵ = (γ/σ) W of `sigma_reparam` becomes the weight of an ordinary layer again, unless another layer
-      shares W. Pass the whole model, since layers outside it are not seen.
-    - In qkeel's own modules, a logit scale other than 1/√d, constant or learned (`logit_scale`, a temperature), is
-      moved into W_q and its bias, or, after a norm with a gain on q, into that gain. Position-dependent factors stay.
-
-    The gains of a q/k norm are not folded, since the norm lies between the weights and the gain. Folding cannot be
-    undone: handles of remedies that changed the spec of a folded site no longer have any effect.
+    A layer stays as it is if another layer shares W. Pass the whole model, since layers outside it are not seen. Folding
+    cannot be undone: the handle of the remedy then no longer has any effect on the folded layers.
 
     Raises:
         RefusedError: nothing can be folded. The message says why.
@@ -91,19 +77,9 @@ def fold(model: nn.Module) -> Folded:
     # Otherwise the handle still has layers to restore.
     if written and not kept:
         forget(inner_model, lambda remedy: isinstance(remedy, SigmaReparam))
-    if any(isinstance(m, SpecModule) for m in inner_model.modules()):
-        for site in find_sites(inner_model):
-            reason = _fold_scale(inner_model, site)
-            if reason:
-                kept.append(f"{where(site)}: {reason}")
-            elif reason is not None:
-                written.append(f"{where(site)}: its scale")
     if not written:
-        default = (
-            "no layer under sigma_reparam, and no scale other than 1/√d in qkeel's own "
-            "attention"
-        )
-        raise RefusedError(f"nothing to fold: {'; '.join(kept) or default}")
+        reason = "; ".join(kept) or "no layer is under sigma_reparam"
+        raise RefusedError(f"nothing to fold: {reason}")
     return Folded(written=tuple(written), kept=tuple(kept))
 
 
@@ -123,81 +99,3 @@ def _holders(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
 def _owner(name: str) -> str:
     """Returns the name of a module, or of the layer if the module is one of a layer's parametrizations."""
     return f".{name}".partition(".parametrizations.")[0].removeprefix(".")
-
-
-def _fold_scale(model: nn.Module, site: AttentionSite) -> str | None:
-    """Returns None if the scale is 1/√d, "" if it was folded, or else the reason why it was not folded."""
-    module = site.module
-    assert isinstance(module, SpecModule)
-    spec, d = module.spec, module.head_dim
-    inner = spec.scale.base
-    norm = spec.norm if "q" in spec.norm.sides else NoNorm()
-    if inner == InverseSqrt():
-        if norm.sides in ("", "q") or norm.gain == "none":
-            return None
-        return f"the gains of {norm.formula()} come after a norm, which undoes any scaling of weights"
-    if norm.sides and norm.gain == "none":
-        return "q is normed without a gain, which cancels any scaling of its weights"
-    if inner.follows_position:
-        return f"{inner.formula()} depends on the position"
-    factor = inner.factor(torch.zeros(1, 1), d, module.spec_params())
-    ratio = (
-        (torch.as_tensor(factor, dtype=torch.float64) * math.sqrt(d))
-        .flatten()
-        .expand(site.n_heads)
-    )
-    reason = (
-        _into_gain(module, norm, ratio)
-        if norm.sides
-        else _into_weights(model, site, ratio)
-    )
-    if reason:
-        return reason
-    parameters_of(module).pop("logit_scale", None)
-    module.spec = spec.replace(scale=spec.scale.with_base(InverseSqrt()))
-    settle(module)
-    forget(module, lambda remedy: remedy.changes_spec)
-    return ""
-
-
-def _into_weights(model: nn.Module, site: AttentionSite, ratio: Tensor) -> str:
-    """Multiplies q's last weight in each term, and its bias, by a factor per query head.
-
-    Returns the reason if this is not possible, or else ""."""
-    if site.reparametrised:
-        return "W_q is computed from another weight"
-    elsewhere = {
-        id(model.get_parameter(s.parameter))
-        for other_site in find_sites(model)
-        if other_site.module is not site.module
-        for s in (*other_site.query, *other_site.key)
-    }
-    holders = _holders(model)
-    pieces = [term.query[-1] for term in site.terms]
-    for piece in pieces:
-        key = id(model.get_parameter(piece.parameter))
-        if key in elsewhere or len(holders[key]) > 1:
-            return f"{piece.parameter} is shared with another layer"
-    for piece in pieces:
-        for rows in filter(None, (piece, piece.bias_of())):
-            p = model.get_parameter(rows.parameter)
-            by = rows.lines(ratio.to(p.device, widest(p.device)), p.shape[0])
-            p.copy_(p.to(by.dtype) * (by[:, None] if p.ndim > 1 else by))
-    return ""
-
-
-def _into_gain(module: SpecModule, norm: Norm, ratio: Tensor) -> str:
-    """Multiplies the gain of q by a factor per query head. Returns the reason if this is not possible, or else ""."""
-    if norm.shared:
-        return "q and k share one gain"
-    per_head = norm.gain in ("head", "head_dim")
-    if not per_head and bool((ratio != ratio[0]).any()):
-        return f"a scale per head does not fit into gain={norm.gain}, which heads share"
-    gain, by = module.get_parameter("q_norm"), ratio[:, None] if per_head else ratio[0]
-    offset = 1.0 if norm.gain == "one_plus_dim" else 0.0
-    by = by.to(gain.device, widest(gain.device))
-    gain.copy_((gain.to(by.dtype) + offset) * by - offset)
-    if norm.bias:
-        bias = module.get_parameter("q_norm_bias")
-        bias.copy_(bias.to(by.dtype) * by)
-    return ""

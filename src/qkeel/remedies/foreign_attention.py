@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import nn
 
 from qkeel.capture.calls import HeadLayout, ScoresCall
@@ -16,40 +15,21 @@ from qkeel.patching.module_forward import forwards_of
 from qkeel.remedies.added_parameters import change_parameters
 from qkeel.remedies.base import Target, module_name, where
 from qkeel.remedies.changed_call import ChangedCalls, PlacedChange, changed
+from qkeel.remedies.site_scale import base_spec, constant_factor
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.site_search import run_once
 from qkeel.sites.trace import is_product
-from qkeel.spec import AttentionSpec, InverseSqrt
-from qkeel.spec.logits import Scale
+from qkeel.spec import AttentionSpec
 from qkeel.spec.slot import ParameterSizes
 
 _NESTED = (
     "_qkeel_use_nested_tensor"  # on a torch encoder: its original use_nested_tensor
 )
+# The sites of each changed module.
+Modules = Mapping[ChangedCalls, list[AttentionSite]]
 
 
-def base_spec(site: AttentionSite) -> AttentionSpec:
-    """Returns the spec of a site, with a fixed scale that equals 1/√d replaced by InverseSqrt."""
-    if site.spec.scale.kind != "fixed":
-        return site.spec
-    usual = math.isclose(
-        number(site.spec.scale, site.head_dim),
-        max(1, site.head_dim) ** -0.5,
-        rel_tol=1e-6,
-    )
-    return site.spec.replace(scale=InverseSqrt()) if usual else site.spec
-
-
-def number(scale: Scale, head_dim: int) -> float:
-    """Returns a constant scale as a number, and refuses learned and position-dependent scales."""
-    if scale.kind == "learned" or scale.follows_position:
-        raise RefusedError(
-            f"expected a scale that is one number, got {scale.formula()}; give the model a fixed scale"
-        )
-    return float(scale.factor(torch.zeros(1, 1), head_dim, {}))
-
-
-def exchange_calls(
+def change_calls(
     change: PlacedChange, target: Target, sites: list[AttentionSite]
 ) -> Iterator[Handle]:
     """Replaces the attention calls of modules, and checks in one pass on the example that all of them were replaced."""
@@ -67,14 +47,6 @@ def exchange_calls(
         changed_modules[calls] = sites_of_module
     if changed_modules:
         _check_pass(target, changed_modules)
-
-
-def _calls_under_change(module: nn.Module) -> ChangedCalls | None:
-    """Returns the replacement of a module's forward that is already there."""
-    for forward in forwards_of(module):
-        if isinstance(forward, ChangedCalls):
-            return forward
-    return None
 
 
 def _check_masks(target: Target, sites: list[AttentionSite]) -> None:
@@ -117,7 +89,7 @@ def _calls_of(
         return existing
     kinds = set()
     for site in sites_of_module:
-        scale = number(site.spec.scale, site.head_dim)
+        scale = constant_factor(site.spec.scale, site.head_dim)
         # Scales in two roundings of 1/√d are one.
         kinds.add((site.n_heads, site.head_dim, round(scale, 9), str(site.layout)))
     if len(kinds) > 1:
@@ -133,8 +105,29 @@ def _calls_of(
         n_heads=first.n_heads, n_kv_heads=first.n_kv_heads, head_dim=first.head_dim
     )
     base = AttentionSpec(scale=base_spec(first).scale)
-    scale = number(first.spec.scale, first.head_dim)
+    scale = constant_factor(first.spec.scale, first.head_dim)
     return ChangedCalls(module, geometry, base, scale, layout)
+
+
+def _no_nested_tensors(model: nn.Module, module: nn.Module) -> Handle:
+    """Stops torch's encoder from packing padded batches into nested tensors, which the replacement does not support."""
+    encoders = [
+        m
+        for m in model.modules()
+        if isinstance(m, nn.TransformerEncoder) and module in m.modules()
+    ]
+    for encoder in encoders:
+        encoder.__dict__.setdefault(_NESTED, encoder.use_nested_tensor)
+        encoder.use_nested_tensor = False
+
+    def undo() -> None:
+        for encoder in encoders:
+            if not any(map(_calls_under_change, encoder.modules())):
+                encoder.use_nested_tensor = encoder.__dict__.pop(
+                    _NESTED, encoder.use_nested_tensor
+                )
+
+    return Handle(undo)
 
 
 def _add_change(
@@ -156,9 +149,6 @@ def _add_change(
         parameters.remove()
 
     return Handle(undo)
-
-
-Modules = Mapping[ChangedCalls, list[AttentionSite]]
 
 
 def _check_pass(target: Target, changed_modules: Modules) -> None:
@@ -221,22 +211,9 @@ def refuse_added_scores(
             )
 
 
-def _no_nested_tensors(model: nn.Module, module: nn.Module) -> Handle:
-    """Stops torch's encoder from packing padded batches into nested tensors, which the replacement does not support."""
-    encoders = [
-        m
-        for m in model.modules()
-        if isinstance(m, nn.TransformerEncoder) and module in m.modules()
-    ]
-    for encoder in encoders:
-        encoder.__dict__.setdefault(_NESTED, encoder.use_nested_tensor)
-        encoder.use_nested_tensor = False
-
-    def undo() -> None:
-        for encoder in encoders:
-            if not any(map(_calls_under_change, encoder.modules())):
-                encoder.use_nested_tensor = encoder.__dict__.pop(
-                    _NESTED, encoder.use_nested_tensor
-                )
-
-    return Handle(undo)
+def _calls_under_change(module: nn.Module) -> ChangedCalls | None:
+    """Returns the replacement of a module's forward that is already there."""
+    for forward in forwards_of(module):
+        if isinstance(forward, ChangedCalls):
+            return forward
+    return None
