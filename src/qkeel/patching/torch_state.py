@@ -58,6 +58,7 @@ def recomputing() -> bool:
     return _graph_task() != -1
 
 
+@constant_when_compiled
 def in_function_transform() -> bool:
     """True inside a torch.func transform, whose tensors are invalid outside it."""
     return get_interpreter_stack() is not None
@@ -88,7 +89,7 @@ def _in_dual_level() -> bool:
 
 def transformed_now() -> bool:
     """True inside a torch.func transform or forward-mode differentiation."""
-    return get_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return in_function_transform() or forward_ad._current_level >= 0
 
 
 def transformed() -> bool:
