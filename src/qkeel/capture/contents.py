@@ -40,8 +40,7 @@ class _Kind(enum.Enum):
 
     NOTHING = enum.auto()
     LEAF = enum.auto()
-    MAPPING = enum.auto()
-    SEQUENCE = enum.auto()
+    COLLECTION = enum.auto()
     ATTRIBUTES = enum.auto()
 
 
@@ -52,9 +51,8 @@ def _kind_of(kind: type) -> _Kind:
         return _Kind.NOTHING
     if issubclass(kind, _LEAVES):
         return _Kind.LEAF
-    if issubclass(kind, Mapping):
-        return _Kind.MAPPING
-    return _Kind.SEQUENCE if issubclass(kind, (tuple, *_LISTS)) else _Kind.ATTRIBUTES
+    is_collection = issubclass(kind, (tuple, Mapping, *_LISTS))
+    return _Kind.COLLECTION if is_collection else _Kind.ATTRIBUTES
 
 
 def reachable(
@@ -63,7 +61,7 @@ def reachable(
     """Yields the objects among some values: those in lists, dicts, sets and tuples, and in the attributes of objects
     for which `owns` is true. Modules, classes, functions and containers of many objects are left out."""
     visited: dict[int, Any] = {}
-    waiting = [values]
+    waiting: list[Any] = [values]
     while waiting and len(visited) < _MOST_OBJECTS:
         x = waiting.pop()
         kind = _kind_of(type(x))
@@ -71,11 +69,11 @@ def reachable(
             continue
         # Kept, since a view of a mapping's values may be made anew under the same id.
         visited[id(x)] = x
-        if kind in (_Kind.MAPPING, _Kind.SEQUENCE):
+        if kind is _Kind.COLLECTION:
             if len(x) > _MOST_OBJECTS:
                 continue
             yield x
-            waiting += x.values() if kind is _Kind.MAPPING else x
+            waiting += x.values() if isinstance(x, Mapping) else x
             continue
         yield x
         if kind is _Kind.ATTRIBUTES:
