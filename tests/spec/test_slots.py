@@ -311,8 +311,6 @@ def test_which_scales_are_one_number_and_what_is_left_without_the_position():
     )
     assert (both.base, both.with_base(Sqrt())) == (Fixed(2.0), rooted)
     assert (Sqrt().base, Sqrt().with_base(Fixed(2.0))) == (Sqrt(), Fixed(2.0))
-    assert (Sqrt().last_position, both.last_position) == (0, 7)
-    assert FloorLogTemperature(inner=both).last_position == 7
     for scale, tripled in (
         (InverseSqrt(multiplier=3.0), InverseSqrt(multiplier=6.0)),
         (
