@@ -23,7 +23,7 @@ from benchmarks.native import Own, Passes, pass_cases
 from benchmarks.on_gpu.machine import DEVICE, Clock, write
 from benchmarks.steps import clip_cases, optimizer_cases
 from qkeel.functional.rope import rope_frequencies, rope_table
-from qkeel.kernels import gpu as available
+from qkeel.kernels import triton_access as available
 from qkeel.kernels.attention.flex import Flex
 from qkeel.kernels.logits import triton_extremes as extremes
 from qkeel.kernels.logits import triton_row_fields as row_fields

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from benchmarks.measure import Bench, Case
-from qkeel.kernels import gpu as available
+from qkeel.kernels import triton_access as available
 
 MODEL_OF_100M, MODEL_OF_1B = (
     "a watched model of 100M weights",

@@ -12,7 +12,7 @@ from torch import nn
 
 import qkeel
 from qkeel.functional.statistics import TENSORS
-from qkeel.kernels import gpu as available
+from qkeel.kernels import triton_access as available
 from qkeel.kernels.attention.flex import Flex
 from qkeel.kernels.logits.gpu import extremes, row_fields
 from qkeel.kernels.norm_rope import encode

@@ -17,7 +17,7 @@ from tests.quick import one_in
 from torch.testing import assert_close
 
 import qkeel
-from qkeel.kernels import gpu as available
+from qkeel.kernels import triton_access as available
 from qkeel.kernels.norm_rope import encode
 from qkeel.kernels.norm_rope.operator import INTERLEAVED, norm_rope
 from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, YaRN

@@ -15,7 +15,7 @@ from torch import nn
 import qkeel
 from qkeel.autopilot import Action, Ladder, Records, SiteFacts
 from qkeel.frames.run_verdict import judge_run
-from qkeel.metrics.run_scalars import bound_signs
+from qkeel.metrics.verdict import bound_signs
 from qkeel.monitor import Ceiling, History, replay
 from qkeel.records import Heads
 from qkeel.spec import ALiBi, AttentionSpec, LogN, RMSNorm, Rope, SlidingWindow, Softcap

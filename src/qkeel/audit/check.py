@@ -1,4 +1,5 @@
-"""A health check of a model, a run or a checkpoint, which answers in one sentence with a number and a threshold."""
+"""A health check of a model, a run or a checkpoint, which answers in one sentence with a number and a threshold; the
+sentence is that of `metrics.verdict`, checkpoints are read by `scan`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from qkeel.frames.run_verdict import judge_run, raised_alarms
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
 from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged
-from qkeel.metrics.run_scalars import judged_as, judged_logits
+from qkeel.metrics.verdict import judged_as, judged_logits
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.guards import FaultGuard
 from qkeel.patching.modes import push_mode, take_off
@@ -225,14 +226,14 @@ class _GateVisitor(Visitor):
         self._mode = GateMode()
         self.gates = self._mode.gates
 
-    def looking(self, candidate: bool) -> Handle | None:
+    def looking(self, may_train: bool) -> Handle | None:
         push_mode(self._mode)
         return Handle(lambda: take_off(self._mode))
 
     def reads_plain(self, name: str) -> bool:
         return False
 
-    def call(self, name: str, call: Seen, candidate: bool) -> None:
+    def call(self, name: str, call: Seen, may_train: bool) -> None:
         self._mode.captured(name)
 
 

@@ -28,7 +28,7 @@ from qkeel.capture.example import (
     tensors,
     undisturbed,
 )
-from qkeel.capture.random_streams import RandomStreams
+from qkeel.capture.random_streams import seed_generators
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, ShapeError
 from qkeel.metrics import Health, Status
 from qkeel.patching.forward import extra_pass, unwrapped
@@ -249,7 +249,7 @@ class _Passes:
         # These passes are no training: a monitor of the model must not count or record them.
         with torch.no_grad(), extra_pass(self), undisturbed(self.inner):
             # The same dropout in every pass, else everything moves.
-            RandomStreams(self.inner.parameters()).seed()
+            seed_generators(self.inner.parameters())
             batch = self.batch(tokens)
             with torch.compiler.set_stance("force_eager") if eager else nullcontext():
                 model = self.inner if eager else self._model

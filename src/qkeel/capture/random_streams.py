@@ -19,10 +19,9 @@ class RandomStreams:
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()
         self._on_cpu = torch.get_rng_state()
-        devices = {x.device for x in tensors if x.device.type not in ("cpu", "meta")}
         self._on_devices = {
             device: torch.get_device_module(device).get_rng_state(*_index(device))
-            for device in devices
+            for device in _devices_of(tensors)
         }
 
     def restore(self) -> None:
@@ -33,12 +32,17 @@ class RandomStreams:
         for device, state in self._on_devices.items():
             _set_state(device, state)
 
-    def seed(self) -> None:
-        """Seeds the generators of torch, each as a new one is seeded with 0; torch.manual_seed would seed those of every
-        device."""
-        torch.default_generator.manual_seed(0)
-        for device in self._on_devices:
-            _set_state(device, torch.Generator(device).manual_seed(0).get_state())
+
+def seed_generators(tensors: Iterable[Tensor]) -> None:
+    """Seeds torch's generators of the CPU and of the devices that hold some tensors, each as a new one is seeded with 0;
+    torch.manual_seed would seed those of every device."""
+    torch.default_generator.manual_seed(0)
+    for device in _devices_of(tensors):
+        _set_state(device, torch.Generator(device).manual_seed(0).get_state())
+
+
+def _devices_of(tensors: Iterable[Tensor]) -> set[torch.device]:
+    return {x.device for x in tensors if x.device.type not in ("cpu", "meta")}
 
 
 def _set_state(device: torch.device, state: Tensor) -> None:

@@ -175,7 +175,7 @@ def _spans(call: Seen, s: int) -> tuple[bool, bool, bool, int]:
         rows.append((row.argmax(-1), last, row.sum(-1)))
     # [n t].
     first, last, count = (torch.cat(parts, -1) for parts in zip(*rows))
-    # Keys that are left out make no gaps.
+    # Positions among the kept keys: those that are left out make no gap in a span.
     rank = kept.cumsum(-1)
     start, end, has_keys = rank.gather(-1, first), rank.gather(-1, last), count > 0
     are_spans = ((end - start + 1 == count) | ~has_keys).all()

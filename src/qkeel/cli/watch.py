@@ -1,4 +1,5 @@
-"""`qkeel watch -- python train.py` runs a training script unchanged and watches what it trains."""
+"""`qkeel watch -- python train.py` runs a training script unchanged and watches what it trains: `python_program` runs it,
+`model_finder` finds its models, `watch_session` attaches to them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, Health, Row, judged
-from qkeel.metrics.run_scalars import judged_as, judged_logits
+from qkeel.metrics.verdict import judged_as, judged_logits
 from qkeel.records import NON_FINITE, OVER, Heads, fold_heads
 
 

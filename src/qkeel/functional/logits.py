@@ -125,10 +125,12 @@ def gradient_scale(n: float, head_dim: int | None = None) -> float:
 
     def passed_on(scale: float) -> float:
         # Ln M(2λ) - 2 ln M(λ) of N(0, 1).
-        spread = scale * scale
+        log_ratio = scale * scale
         if head_dim is not None:
-            spread = _log_moment(2 * scale, head_dim) - 2 * _log_moment(scale, head_dim)
-        return scale * (1 - math.exp(spread) / n)
+            log_ratio = _log_moment(2 * scale, head_dim) - 2 * _log_moment(
+                scale, head_dim
+            )
+        return scale * (1 - math.exp(log_ratio) / n)
 
     # The bracket is doubled until the maximum lies inside it.
     high = 1.0

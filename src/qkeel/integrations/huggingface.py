@@ -96,7 +96,7 @@ def attend(
     causal = bool(vars(module).get("is_causal", True) if causal is None else causal)
     # A single query, as in decoding, sees every key of the cache.
     causal = causal and attention_mask is None and t > 1
-    # a static cache that is still empty, so its first keys belong to the queries.
+    # Without a mask, more keys than queries mean a static cache that was empty: only its first keys are theirs.
     if causal and s > t:
         key, value = key[:, :, :t], value[:, :, :t]
         bias = None if bias is None else bias[..., :t]
@@ -177,7 +177,7 @@ def _names(kind: type[nn.Module], argument: str) -> bool:
     forward = inspect.unwrap(kind.forward)
     if not isinstance(forward, types.FunctionType):
         return True
-    # Keyword names of a call: one tuple, or separate strings next to **kwargs.
+    # Python keeps a call's keyword names among the constants: as one tuple, or as single strings next to **kwargs.
     consts = forward.__code__.co_consts
     return any(
         argument == const or (isinstance(const, tuple) and argument in const)

@@ -1,4 +1,4 @@
-"""Plans of studies: grids, planned runs, and what a study varies."""
+"""Plans of studies: grids, planned runs, and what a study varies. `execute` runs a plan, `train` trains one run."""
 
 from __future__ import annotations
 

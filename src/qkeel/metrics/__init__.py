@@ -6,20 +6,16 @@ from qkeel.metrics.run_scalars import (
     ALARM_THRESHOLD,
     COLLAPSE_ENTROPY,
     HARMFUL_LOGIT,
-    LAYER_ENTROPY,
-    Health,
     Row,
-    Status,
     alarm_step,
     collapsed,
     fused_logit_error,
-    judged,
     lr_sensitivity,
     slope,
     spike_score,
     stored_logit_error,
-    text_table,
 )
+from qkeel.metrics.verdict import LAYER_ENTROPY, Health, Status, judged, text_table
 
 __all__ = [
     "ALARM_THRESHOLD",

@@ -185,22 +185,22 @@ class MeasuredSteps:
         self._tops: list[float] = []
         self._recorded: int | None = None
 
-    def due(self, model: str, candidate: bool, training: bool) -> tuple[bool, bool]:
+    def due(self, model: str, may_train: bool, training: bool) -> tuple[bool, bool]:
         """Returns whether the pass that is about to start is measured, and whether this counts if it turns out to be
         trained; call it once per pass.
 
-        candidate: whether gradients are on, so that the pass may be trained. training: the mode of the model.
+        may_train: whether gradients are on, so that the pass may be trained. training: the mode of the model.
         """
         # A script loads its checkpoint after `watch`, at the latest before its first pass.
-        if candidate and self.continued is not None:
+        if may_train and self.continued is not None:
             self.done, self.continued = max(self.done, self.continued()), None
-        likely: Phase = "train" if candidate and training else "eval"
+        likely: Phase = "train" if may_train and training else "eval"
         number = self._begun[likely, model]
         self._begun[likely, model] += 1
         self._idle += likely == "train" and self._by_optimizer
         if self._idle == IDLE_PASSES * len(self._models):
             caution(IDLE.format(IDLE_PASSES))
-        counts = candidate and self._by_optimizer and self.step_due
+        counts = may_train and self._by_optimizer and self.step_due
         if likely == "eval":
             last = self._last_untrained.get(model)
             is_due = self._cadence.due(number, last)

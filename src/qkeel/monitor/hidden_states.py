@@ -95,7 +95,7 @@ class HiddenStates:
 
     def extend(self, sites: Sequence[str], running: Sequence[ModuleCall]) -> None:
         """Takes the names of sites of which some were found in the pass that runs, inside these calls of modules."""
-        entered = {(role, module) for role, module, *_ in self._looks}
+        looked_at = {(role, module) for role, module, *_ in self._looks}
         was_root = "" in self._modules
         self._name(sites)
         if self._hooks is None:
@@ -110,7 +110,7 @@ class HiddenStates:
         if "" in self._modules and not was_root and self._model in arguments:
             self._add_sum("input", "", self._model, *arguments[self._model])
         for role, module, before, _ in self._looks:
-            if module in arguments and (role, module) not in entered:
+            if module in arguments and (role, module) not in looked_at:
                 before(module, *arguments[module])
 
     @torch.no_grad()

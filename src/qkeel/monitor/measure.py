@@ -126,8 +126,8 @@ class StepNumbers(Visitor):
         self._first_look.begin(args, kwargs)
         return True
 
-    def looking(self, candidate: bool) -> Handle | None:
-        if self._hidden is None or not candidate:
+    def looking(self, may_train: bool) -> Handle | None:
+        if self._hidden is None or not may_train:
             return None
         hidden = self._hidden.attach()
         if self._first_look.over and "gates" not in self._extras:
@@ -160,10 +160,10 @@ class StepNumbers(Visitor):
         is_kept = kept is not None and kept.endswith(name)
         return name not in self.sites.hiding and not is_kept
 
-    def call(self, name: str, call: Seen, candidate: bool) -> None:
+    def call(self, name: str, call: Seen, may_train: bool) -> None:
         if self.sites.see(name, call):
             self._extend()
-        if candidate:
+        if may_train:
             # First, as all that is computed from the call passes by it.
             if self._gates is not None:
                 self._gates.captured(name)
@@ -171,17 +171,17 @@ class StepNumbers(Visitor):
             site = within(self.name, name)
             if site == self._kept.site:
                 self._kept_call = site, LogitSample.of(self._tokens.on(call))
-        if candidate and "gates" in self._extras:
+        if may_train and "gates" in self._extras:
             add_gates(self._numbers, name, self._tokens.on(call))
-        if candidate and self.sites.is_sparse(name):
+        if may_train and self.sites.is_sparse(name):
             self._sparse.compare(name, call)
-        if candidate and isinstance(call, ScoresCall):
+        if may_train and isinstance(call, ScoresCall):
             row = first_empty_row(call)
             if row is not None:
                 self._numbers.add((name, "first_empty_row"), Number(row))
 
-    def index(self, layer: str, call: ScoresCall, candidate: bool) -> None:
-        if candidate:
+    def index(self, layer: str, call: ScoresCall, may_train: bool) -> None:
+        if may_train:
             self._sparse.index(layer, call)
 
     def after(self, output: object, seen: bool) -> _Collected:

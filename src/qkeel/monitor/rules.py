@@ -13,7 +13,7 @@ from typing import ClassVar, final
 
 import numpy as np
 
-from qkeel.metrics.run_scalars import bound_signs, judged_logits
+from qkeel.metrics.verdict import bound_signs, judged_logits
 from qkeel.monitor import thresholds
 from qkeel.monitor.finite_stages import (
     LOGITS,

@@ -275,9 +275,6 @@ def on_host(stats: Stats) -> dict[str, LogitStats]:
     return step.stats()
 
 
-# The record of a step: arrays [layers heads] that are read from the vector.
-
-
 # Statistics of the whole model, in STEP_FIELDS.
 _WHOLE = (
     "max_logit",

@@ -28,7 +28,7 @@ lerp_all_in_place = torch._foreach_lerp_
 
 # Whether torch is currently compiling, transforming, tracing, or recomputing a checkpointed pass.
 
-AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 # A context in which operators run without autograd, which has been seen to: a call through it costs ten times as much.
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -37,7 +37,7 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 _graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
-def constant_when_compiled(function: AnyFunction) -> AnyFunction:
+def constant_when_compiled(function: FunctionT) -> FunctionT:
     """Marks a function so that torch.compile treats its result at compile time as a constant.
 
     torch.compiler.assume_constant_result does the same, but would import the compiler together with qkeel."""

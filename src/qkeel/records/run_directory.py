@@ -1,4 +1,5 @@
-"""The directory of a run: its files, which process may write them, and how they are read after a crash."""
+"""The directory of a run: its files, which process may write them, and how they are read after a crash. A watched run
+is written into it by `monitor.sinks.RunDirectorySink`."""
 
 from __future__ import annotations
 

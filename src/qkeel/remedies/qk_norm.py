@@ -1,4 +1,5 @@
-"""Remedies that normalize queries, keys or both, in all published forms; and cosine attention."""
+"""Remedies that normalize queries, keys or both, in all published forms; and cosine attention. They say which norm;
+`insert_norms` puts it into the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`qkeel.find_sites`: the example, the names of modules, and the sites found in one pass."""
+"""`qkeel.find_sites`: the example, the names of modules, and the sites found in one pass. The search is in `site_search`, the
+reading of one module in `trace`."""
 
 from __future__ import annotations
 

@@ -95,11 +95,11 @@ class ObservedPass:
     code. With `kept`, the first call of each site is stored there, and nothing is measured."""
 
     def __init__(
-        self, tap: Tap, kept: dict[str, Seen] | None = None, *, candidate: bool = True
+        self, tap: Tap, kept: dict[str, Seen] | None = None, *, may_train: bool = True
     ) -> None:
         self.tap, self.kept = tap, kept
         # Whether it may be trained.
-        self.candidate = candidate
+        self.may_train = may_train
         # Attention calls that were measured.
         self.calls = 0
         self.sites = SiteStatistics()
@@ -112,7 +112,7 @@ class ObservedPass:
     def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
         """Observes until `around` is closed; `call` holds the arguments of the model's own call if that has already
         begun."""
-        visit = self.tap.visitor.looking(self.candidate) if self.kept is None else None
+        visit = self.tap.visitor.looking(self.may_train) if self.kept is None else None
         if visit is not None:
             around.callback(visit.remove)
         spec_modules = self.tap.tree.of_kind(SpecModule)
@@ -265,7 +265,7 @@ class ObservedPass:
         is_indexer = layer in self.tap.facts.indexers
         if is_indexer and self.tap.active and not extra_of_another(self.tap):
             self.is_local = False
-            self.tap.visitor.index(layer, call, self.candidate)
+            self.tap.visitor.index(layer, call, self.may_train)
 
     def _foreign(self, captured: CapturedCall) -> None:
         if not self.tap.active:
@@ -302,7 +302,7 @@ class ObservedPass:
         elif self.tap.active and not _has_no_rows(call):
             stats = (measure or self.tap.measure)(call)
             if part_of is None:
-                self.tap.visitor.call(name, call, self.candidate)
+                self.tap.visitor.call(name, call, self.may_train)
             if stats is not None:
                 self.sites.add(name, stats, part_of)
                 self.calls += 1

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from qkeel.capture.calls import ScoresCall
 from qkeel.capture.example import ModuleCall, mapped, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode
-from qkeel.capture.random_streams import RandomStreams
+from qkeel.capture.random_streams import seed_generators
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.module_tables import modules_of
 from qkeel.sites.module_copy import COPY_MARK, PartOfArguments, copy_of, hidden_states
@@ -129,7 +129,7 @@ class KnownModule:
             self._given.as_given(),
             suppress(EnoughError),
         ):
-            RandomStreams(copied.parameters()).seed()
+            seed_generators(copied.parameters())
             args, kwargs = self._given.copied(torch.clone)
             forward(copied, watcher, args, kwargs, graph=False, together=False)
         return calls

@@ -39,7 +39,7 @@ from qkeel.sites.site import HeadSlice, QKProduct
 # Up to this number, a gradient for each head costs less than one for each half of them.
 _FEW_HEADS = 5
 
-Products = Sequence[tuple[Tensor | None, Tensor | None]]
+QKPair = tuple[Tensor | None, Tensor | None]
 
 
 class UnknownRowsError(QkeelError, LookupError):
@@ -272,7 +272,7 @@ def _in_one_module(name: str, other: str, frame: ModuleCall, model: nn.Module) -
 
 
 def sum_terms(
-    products: Products, frame: ModuleCall, names: dict[int, str]
+    products: Sequence[QKPair], frame: ModuleCall, names: dict[int, str]
 ) -> tuple[tuple[QKProduct, ...], bool, tuple[HeadSlice, ...]]:
     """Returns the terms of a sum of products q [b h t d] · k [b g s d], whether there is a norm between the weights and
     the logit, and what else q and k are computed from.
@@ -328,7 +328,9 @@ def _rows_of_term(term: QKProduct) -> object:
     )
 
 
-def sides(products: Products, frame: ModuleCall, names: dict[int, str]) -> list[Side]:
+def sides(
+    products: Sequence[QKPair], frame: ModuleCall, names: dict[int, str]
+) -> list[Side]:
     """The queries and keys of products with the nearest projections behind them; none if one of them is unknown."""
     try:
         return [

@@ -15,7 +15,7 @@ from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics, statistics
 from qkeel.capture.example import LastPass, copied, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode, Search
 from qkeel.capture.named_attention import CompiledBounds
-from qkeel.capture.random_streams import RandomStreams
+from qkeel.capture.random_streams import RandomStreams, seed_generators
 from qkeel.errors import caution
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
@@ -55,9 +55,9 @@ class Visitor:
         """Called when a pass with these arguments is about to begin; returns whether the pass should be measured."""
         return True
 
-    def looking(self, candidate: bool) -> Handle | None:
+    def looking(self, may_train: bool) -> Handle | None:
         """Called when the measured pass begins (in compiled models, the additional pass). The returned handle is
-        removed after the pass. candidate: whether the pass may turn out to be trained."""
+        removed after the pass. may_train: whether the pass may turn out to be trained."""
 
     def search(self) -> Search | None:
         """Returns what looks for the sites of the pass that begins, when a module is about to make an attention call."""
@@ -70,10 +70,10 @@ class Visitor:
         """Whether a call of a site without a mask may be measured without `call` being called."""
         return True
 
-    def call(self, name: str, call: Seen, candidate: bool) -> None:
+    def call(self, name: str, call: Seen, may_train: bool) -> None:
         """Called with a measured attention call of a site."""
 
-    def index(self, layer: str, call: ScoresCall, candidate: bool) -> None:
+    def index(self, layer: str, call: ScoresCall, may_train: bool) -> None:
         """Called with the scores by which an indexer chooses keys for this layer."""
 
     def after(self, output: object, seen: bool) -> object:
@@ -111,8 +111,8 @@ class Tap(Handle):
     Args:
         model: the model to watch.
         when_training: whether to ignore passes that cannot be trained, because gradients are off.
-        due: a function that is called as due(candidate, training) and returns whether to measure a pass, and whether
-            this counts if the pass is trained. candidate: whether gradients are on; training: the model's mode.
+        due: a function that is called as due(may_train, training) and returns whether to measure a pass, and whether
+            this counts if the pass is trained. may_train: whether gradients are on; training: the model's mode.
         by_step: whether an optimizer's step settles the roles.
         measure: the function that computes the statistics of a call.
         measure_rows: the function that computes the statistics from what a kernel returned for each row.
@@ -173,7 +173,7 @@ class Tap(Handle):
             "train": 0,
             "eval": 0,
         }
-        self._due = due or (lambda candidate, _: (candidate or not when_training, True))
+        self._due = due or (lambda may_train, _: (may_train or not when_training, True))
         self.guard = FaultGuard(_OFF) if guard is None else guard
         self._guessed: set[str] = set()
         self._said_transform = False
@@ -331,20 +331,20 @@ class Tap(Handle):
         training = self.model.training
         # A reentrant checkpoint makes its first pass without gradients, although the pass will be trained.
         is_repeated = not torch.is_grad_enabled() and inside_checkpoint()
-        candidate = torch.is_grad_enabled() or is_repeated
-        measured, counts = self._due(candidate, training)
+        may_train = torch.is_grad_enabled() or is_repeated
+        measured, counts = self._due(may_train, training)
         if self._by_step and not measured and not is_repeated:
             # Nobody asks for its role: steps are counted by the optimizer.
             return
         self._beginning = held = _HeldPass(
-            training=training, counts=counts, candidate=candidate
+            training=training, counts=counts, may_train=may_train
         )
         held.inputs = (args, kwargs)
         if is_repeated:
             held.role = PassRole.to_be_repeated()
         if is_empty(args, kwargs):
             return
-        if self._keeps and candidate:
+        if self._keeps and may_train:
             first = self.tree.first_parameter()
             held.latest = LastPass(
                 "cpu" if first is None else first.device.type, args, kwargs, training
@@ -360,7 +360,7 @@ class Tap(Handle):
             held.random = RandomStreams([] if first is None else [first])
             held.versions = _versions(args, kwargs)
             return
-        self._running = running = ObservedPass(self, candidate=candidate)
+        self._running = running = ObservedPass(self, may_train=may_train)
         if is_compiled or _takes_fast_path(self.tree):
             self._extra_pass(running, args, kwargs)
         else:
@@ -384,7 +384,7 @@ class Tap(Handle):
             undisturbed(self.model),
         ):
             if is_seeded:
-                RandomStreams(self.model.parameters()).seed()
+                seed_generators(self.model.parameters())
             if random is not None:
                 random.restore()
             try:
@@ -409,7 +409,7 @@ class Tap(Handle):
                 held.stats.add(site.name, top, None)
             held.calls = (self._bounds and self._bounds.calls) or 0
             return None
-        look = ObservedPass(self, candidate=held.candidate)
+        look = ObservedPass(self, may_train=held.may_train)
         assert held.inputs is not None
         args, kwargs = held.inputs
         if _versions(args, kwargs) != held.versions:
@@ -439,7 +439,7 @@ class Tap(Handle):
         inputs, held.inputs = held.inputs, None
         if failed:
             held.latest = None
-        elif not held.role.awaited and held.candidate:
+        elif not held.role.awaited and held.may_train:
             held.role = PassRole.of_output(self.model, inputs, output)
         if look is not None and not failed:
             if look.error is not None:
@@ -499,7 +499,7 @@ class _HeldPass:
 
     training: bool
     counts: bool
-    candidate: bool = True
+    may_train: bool = True
     role: PassRole = dataclasses.field(default_factory=PassRole)
     inputs: tuple[Args, Kwargs] | None = None
     random: RandomStreams | None = None

@@ -28,7 +28,14 @@ from qkeel.patching.forward import extra_pass
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.graph import leaves_of, names_of
 from qkeel.sites.norms import seen_gains
-from qkeel.sites.rows import UnknownRowsError, layout_of, side, sides, sum_terms
+from qkeel.sites.rows import (
+    QKPair,
+    UnknownRowsError,
+    layout_of,
+    side,
+    sides,
+    sum_terms,
+)
 from qkeel.sites.search_passes import forget_casts, forward
 from qkeel.sites.site import (
     INDEX,
@@ -55,7 +62,6 @@ _LOG = logging.getLogger(__name__)
 _ONE_LENGTH = 1e-3
 
 Gains = tuple[NormGain, ...]
-Products = list[tuple[Tensor | None, Tensor | None]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -423,7 +429,7 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
         else torch.cat([getattr(s.call, name) for s in calls], dim=1)
         for name in "qk"
     )
-    products: Products = [(q, k)]
+    products: list[QKPair] = [(q, k)]
     lost: Sequence[str] = ()
     if isinstance(call, ScoresCall):
         lost = call.lost

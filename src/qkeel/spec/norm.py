@@ -65,8 +65,10 @@ class Norm(Slot):
     def commutes_with_rotation(self) -> bool:
         """True if normalising before or after a rotation gives the same result, which requires that the norm has no
         mean, no bias and no gain per dimension."""
-        known = self.kind in ("none", "rms", "l2")
-        return known and not self.bias and self.gain in ("none", "scalar", "head")
+        is_mean_free = self.kind in ("none", "rms", "l2")
+        return (
+            is_mean_free and not self.bias and self.gain in ("none", "scalar", "head")
+        )
 
     def weight(self, part: NormedPart, params: Params) -> Float[Tensor, "*gain"] | None:
         """The gain that multiplies a part after the normalisation, or None if there is no gain."""

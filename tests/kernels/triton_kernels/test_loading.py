@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests import forked
 
-from qkeel.kernels import gpu as available
+from qkeel.kernels import triton_access as available
 from qkeel.kernels.norm_rope import operator as norm_rope
 
 CUDA = torch.device("cuda", 0)
@@ -58,7 +58,7 @@ def test_without_triton_torch_computes_after_one_warning(tmp_path):
 import sys, warnings
 sys.modules["triton"] = None
 import torch
-from qkeel.kernels import gpu as available
+from qkeel.kernels import triton_access as available
 available._modern = lambda device: True
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")

@@ -10,8 +10,8 @@ from tests.kernels.test_non_finite import BROKEN, broken_call
 from tests.quick import one_in
 
 from qkeel.functional.statistics import TENSORS
-from qkeel.kernels import gpu as available
 from qkeel.kernels import statistics
+from qkeel.kernels import triton_access as available
 from qkeel.kernels.logits import gpu, triton_row_fields
 from qkeel.kernels.statistics import logit_stats, max_stats
 from qkeel.spec import ALiBi, AttentionSpec, Fixed, Sink, Softcap

@@ -3,7 +3,7 @@
 import torch
 
 import qkeel
-from qkeel.kernels import gpu as available
+from qkeel.kernels import triton_access as available
 from qkeel.kernels.norm_rope import encode
 
 

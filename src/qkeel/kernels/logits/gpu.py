@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qkeel.functional.norms import wide
 from qkeel.functional.statistics import row_means
-from qkeel.kernels import gpu as available
+from qkeel.kernels import triton_access as available
 from qkeel.kernels.logits.compiled import visibility
 from qkeel.spec.call import AttentionCall
 

@@ -400,7 +400,7 @@ def convert(
         loaders[tensor.name] = functools.partial(reader.read, tensor)
     conversion = Conversion(architecture, opened.config, {*loaders}, norm_eps)
     if norm_eps is None:
-        # A checkpoint holds the gains of its norms, and nothing else of them.
+        # A checkpoint does not store the eps of its norms.
         caution(_ASSUMED.format(conversion.eps))
     with _new_folder(Path(path), opened.size) as folder:
         for file in source.iterdir():
