@@ -46,7 +46,7 @@ $(TRACKERS)/.done: pyproject.toml constraints.txt
 slow: $(VENV)/.dev $(TRACKERS)/.done  ## tests of compilation, killed processes, trainers, trackers and several processes; an hour
 	$(PIP) -e '.[cluster,cross]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r tools/trainers.txt
-	$(ONE_THREAD) $(BIN)/pytest -m slow --timeout 1800
+	$(ONE_THREAD) QKEEL_TYPE_CHECKS=0 $(BIN)/pytest -m slow --timeout 1800
 	$(ONE_THREAD) $(TRACKERS)/bin/pytest -n $(JOBS) --dist loadfile tests/contract/integrations tests/integrations tests/frames tests/packaging
 
 docs: $(VENV)/.dev  ## the site, without a warning or a dead link
