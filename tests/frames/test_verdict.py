@@ -49,6 +49,14 @@ def test_a_forecast_that_was_taken_back_does_not_count(last, over, status):
     assert judge_run(run, [alarm, *ends]).status is status
 
 
+def test_a_forecast_that_is_made_again_counts():
+    alarm = {"event": "alarm", "severity": "alarm", "rule": "forecast 1000", "step": 1}
+    end = {"event": OVER, "rule": "forecast 1000", "step": 2}
+    run = heads([80.0, 1.0], [20.0, 1.0], [600.0, 1.0])
+    assert judge_run(run, [alarm, end]).healthy
+    assert not judge_run(run, [alarm, end, {**alarm, "step": 3}]).healthy
+
+
 def test_a_run_without_a_number_is_not_known():
     health = judge_run(heads([np.nan, np.nan]), [])
     assert health.status is not Status.HEALTHY

@@ -185,6 +185,20 @@ def test_a_forecast_that_does_not_come_true_is_over():
     assert over
 
 
+def test_a_forecast_that_was_over_is_made_again_of_a_number_twice_as_large():
+    logits = power(1.0, 900.0)
+    logits[10:12] = 20.0
+    whole = history(logits)
+    log, over = AlarmLog([Approach(threshold=1000.0)]), []
+    for n in range(1, len(STEPS) + 1):
+        head = whole.upto(n)
+        log.update(head)
+        over += log.over(head)
+    first, again = log.alarms
+    assert over == [first]
+    assert again.value >= 2 * first.value
+
+
 def test_a_notice_that_holds_no_longer_is_over_once_and_an_alarm_stays():
     logits = np.full(len(STEPS), 5.0)
     logits[3:6] = logits[9:11] = 1500.0

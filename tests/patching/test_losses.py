@@ -9,6 +9,7 @@ from torch import nn
 
 import qkeel
 from qkeel.patching.losses import ReturnedScalar, backward_roots
+from qkeel.patching.roles import PassRole
 
 LOSSES = {
     "itself": (lambda scalar, logits: scalar, True),
@@ -76,3 +77,18 @@ def test_a_loss_that_nobody_trains_is_not_recorded(uses_own):
         optimizer.step()
         recorded = monitor.sample.values.get("train_loss")
     assert recorded == (pytest.approx(scalar.item()) if uses_own else None)
+
+
+@pytest.mark.parametrize("name", ["loss", "_loss", "_losses"])
+def test_a_pass_that_returns_nothing_is_trained_by_the_loss_that_its_model_keeps(name):
+    class Keeping(nn.Linear):
+        def forward(self, x):
+            loss = super().forward(x).square().mean()
+            setattr(self, name, [loss] if name == "_losses" else loss)
+
+    model, x = Keeping(3, 3), torch.ones(1, 3)
+    output = model(x)
+    role = PassRole.of_output(model, x, output)
+    kept = getattr(model, name)
+    (kept[0] if name == "_losses" else kept).backward()
+    assert role.is_reached

@@ -24,7 +24,7 @@ from qkeel.capture.calls import Seen
 from qkeel.capture.example import arguments, copied, undisturbed
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
-from qkeel.frames.run_verdict import judge_run, raised_alarms
+from qkeel.frames.run_verdict import judge_run, standing_alarms
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
 from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged
@@ -286,7 +286,7 @@ def _of_run(path: Path, threshold: float) -> Health:
     if len(heads.steps) and "max_logit" in heads.values:
         return judge_run(heads, events, threshold)
     status, sentence = judged(
-        math.nan, threshold=threshold, alarms=raised_alarms(events)
+        math.nan, threshold=threshold, alarms=standing_alarms(events)
     )
     return Health(
         status=status, sentence=sentence, largest=math.nan, threshold=threshold

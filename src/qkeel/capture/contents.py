@@ -121,7 +121,7 @@ class ObjectContents:
         self._restore_values = keep_values(small)
 
     def is_unchanged(self) -> bool:
-        """True if the objects are known to hold what they held."""
+        """True if containers and attributes hold what they held; what tensors hold is not compared."""
         return not self._restores and all(is_same(*held) for held in self._contents)
 
     def restore(self) -> None:

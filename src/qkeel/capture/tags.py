@@ -175,9 +175,6 @@ class Tags:
             if x is not None and isinstance(tag, Scores):
                 yield x, tag
 
-    def __bool__(self) -> bool:
-        return bool(self.entries)
-
     def clear(self) -> None:
         """Drops all tags."""
         self.entries.clear()

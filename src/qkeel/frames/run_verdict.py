@@ -12,13 +12,15 @@ from qkeel.metrics.verdict import judged_as, judged_logits
 from qkeel.records import NON_FINITE, OVER, Heads, fold_heads
 
 
-def raised_alarms(events: Sequence[Row]) -> list[Row]:
-    """The alarms among the events of a run that are no notices."""
-    return [
-        event
-        for event in events
-        if event.get("event") == "alarm" and event.get("severity") != "notice"
-    ]
+def standing_alarms(events: Sequence[Row]) -> list[Row]:
+    """The alarms among the events of a run that are no notices and that no later event has ended."""
+    standing: dict[object, Row] = {}
+    for event in events:
+        if event.get("event") == OVER:
+            standing.pop(event.get("rule"), None)
+        elif event.get("event") == "alarm" and event.get("severity") != "notice":
+            standing.setdefault(event.get("rule"), event)
+    return [*standing.values()]
 
 
 def judge_run(
@@ -56,8 +58,7 @@ def judge_run(
     )
     is_mended = has_acted and float(logits[-1].max()) <= ALARM_THRESHOLD
     # A forecast that is made no longer did not come true; the numbers themselves say how large the logits are.
-    over = {event.get("rule") for event in events if event.get("event") == OVER}
-    alarms = [x for x in raised_alarms(events) if x.get("rule") not in over]
+    alarms = standing_alarms(events)
     # What an autopilot has mended says nothing of the run as it is now.
     first = len(logits) - 1 if is_mended else 0
     record, layer, head = np.unravel_index(

@@ -254,7 +254,8 @@ def logit_limits(sites: Sequence[AttentionSite]) -> dict[str, LogitLimit]:
 
 @final
 class AlarmLog:
-    """The alarms that `rules` have raised; each rule raises at most one.
+    """The alarms that `rules` have raised. Each rule raises one, and a forecast that was taken back another one if it is
+    made again of a number at least twice as large: a run may calm down and grow again.
 
     >>> AlarmLog([]).alarms
     []
@@ -273,15 +274,22 @@ class AlarmLog:
         history: History,
         effect: Callable[[Alarm, History], str] = lambda *_: "",
     ) -> list[Alarm]:
-        """Returns the alarms that the last record raises for the first time, the most severe first. `effect` says what the
-        line of an alarm would do."""
-        raised = {alarm.rule for alarm in self.alarms}
+        """Returns the alarms that the last record raises, the most severe first. `effect` says what the line of an alarm
+        would do."""
+        raised = {alarm.rule: alarm for alarm in self.alarms}
         alarms = []
         for name, rule in self._named if len(history) else ():
-            alarm = None if name in raised else rule.check(history)
-            if alarm is not None:
-                effect_of_line = effect(alarm, history)
-                alarms.append(dataclasses.replace(alarm, effect=effect_of_line))
+            earlier = raised.get(name)
+            may_return = rule.forecasts and name in self._over
+            if earlier is not None and not may_return:
+                continue
+            alarm = rule.check(history)
+            # Twice as large, so that a forecast at the edge does not come and go.
+            if alarm is None or (earlier and alarm.value < 2 * earlier.value):
+                continue
+            self._over.discard(name)
+            effect_of_line = effect(alarm, history)
+            alarms.append(dataclasses.replace(alarm, effect=effect_of_line))
         alarms.sort(key=lambda alarm: -list(Severity).index(alarm.severity))
         self.alarms += alarms
         return alarms
@@ -290,7 +298,8 @@ class AlarmLog:
         """Returns the notices and forecasts that hold no longer with the last record, each once: a page that is read
         afterwards must not say of a few early steps what was true of them alone."""
         rules, over = dict(self._named), []
-        for alarm in self.alarms:
+        latest = {alarm.rule: alarm for alarm in self.alarms}
+        for alarm in latest.values():
             rule = rules.get(alarm.rule)
             if rule is None or alarm.rule in self._over:
                 continue

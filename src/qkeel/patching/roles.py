@@ -69,12 +69,14 @@ class PassRole:
         nodes = _graph_nodes(output, without=_graph_nodes(inputs))
         # a model may also keep its loss for itself: self.loss = ..., self.losses.append(...)
         if not nodes:
+            # Not torch's own tables, of which each module has twenty.
+            torchs_own = vars(nn.Module()).keys()
             kept = [
                 x
                 for module in modules_of(model).values()
                 if not isinstance(module, torch.jit.ScriptModule)
                 for name, x in vars(module).items()
-                if isinstance(x, (Tensor, list, tuple, dict)) and name[:1] != "_"
+                if name not in torchs_own and isinstance(x, (Tensor, list, tuple, dict))
             ]
             nodes = _graph_nodes(kept, without=_graph_nodes(inputs))
         role.wait_for(nodes)

@@ -198,7 +198,7 @@ class ChangeNorm(ChangeSpec):
         on the path to the values, or why they are unknown."""
         operands = []
         if len(site.terms) > 1:
-            pairs = target.seen().operands().get(site.name, [])
+            pairs = target.seen().operands(site.name)
             operands = [operand for pair in pairs for operand in pair]
         tables = {name for operand in operands for name in operand.tables}
         widths = {operand.width for operand in operands if not operand.tables}
@@ -346,7 +346,9 @@ class ChangeNorm(ChangeSpec):
                 for site in sites
                 if site.name not in after or not is_normed(after[site.name])
             ]
-            operands = trace.operands() if summed or is_known else {}
+            operands = {}
+            if summed or is_known:
+                operands = {site.name: trace.operands(site.name) for site in sites}
         if idle or sizes != [{projection.size} for projection in placed]:
             raise RefusedError(
                 f"{self.name}: a norm on the output of the projections of {idle or [s.name for s in sites]} does not "

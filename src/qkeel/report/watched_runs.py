@@ -155,6 +155,13 @@ def _read(path: Path) -> Watched:
     directory = RunDirectory(path)
     directory.check_complete()
     events = directory.events()
+    over: dict[str, int] = {}
+    for event in events:
+        if event.get("event") == OVER:
+            over[str(event["rule"])] = int(event["step"])
+        elif event.get("event") == "alarm":
+            # A forecast that was taken back may be made again.
+            over.pop(str(event.get("rule")), None)
     records, heads = common_steps(directory.metrics(), directory.heads())
     eval_records, eval_heads = common_steps(
         directory.eval_metrics(), directory.eval_heads()
@@ -173,11 +180,7 @@ def _read(path: Path) -> Watched:
         interventions=[
             event for event in events if event.get("event") in INTERVENTIONS
         ],
-        over={
-            str(event["rule"]): int(event["step"])
-            for event in events
-            if event.get("event") == OVER
-        },
+        over=over,
         notes=[
             event
             for event in events

@@ -527,7 +527,9 @@ def weights_of(site: AttentionSite) -> set[str]:
 
 
 def _not_kept() -> NoReturn:
-    raise RuntimeError('the search was not asked for keeps="graphs"')
+    raise RuntimeError(
+        "the search kept no graphs: a remedy that asks for them has `reads_graph = True`"
+    )
 
 
 _NO_BOUNDS = (
@@ -585,12 +587,10 @@ class ModelTrace:
             trace.of_module.original(module): pair for module, pair in inputs.items()
         }
 
-    def operands(self) -> dict[str, list[tuple[OperandNorms, OperandNorms]]]:
-        """The operands of every product of each site's first call that was fully observed, keyed by site."""
-        return {
-            name: trace.of_part.operands(trace.name)
-            for name, trace in self.traces.items()
-        }
+    def operands(self, site: str) -> list[tuple[OperandNorms, OperandNorms]]:
+        """The operands of every product of a site's first call that was fully observed; none for a site of another pass."""
+        trace = self.traces.get(site)
+        return [] if trace is None else trace.of_part.operands(trace.name)
 
     def value_slices(
         self, of: Container[str] | None = None
