@@ -185,6 +185,17 @@ def test_a_forecast_that_does_not_come_true_is_over():
     assert over
 
 
+def test_a_forecast_that_came_true_is_not_over():
+    whole = history(power(1.0, 1990.0))
+    log, over = AlarmLog([Approach(threshold=1000.0), Ceiling(threshold=1000.0)]), []
+    for n in range(1, len(STEPS) + 1):
+        head = whole.upto(n)
+        log.update(head)
+        over += log.over(head)
+    assert len(log.alarms) == 2
+    assert not over
+
+
 def test_a_forecast_that_was_over_is_made_again_of_a_number_twice_as_large():
     logits = power(1.0, 900.0)
     logits[10:12] = 20.0

@@ -299,11 +299,21 @@ class AlarmLog:
         afterwards must not say of a few early steps what was true of them alone."""
         rules, over = dict(self._named), []
         latest = {alarm.rule: alarm for alarm in self.alarms}
+        # A forecast of what has happened came true.
+        happened = {
+            alarm.cause
+            for name, alarm in latest.items()
+            if alarm.severity is not Severity.NOTICE
+            and name in rules
+            and not rules[name].forecasts
+        }
         for alarm in latest.values():
             rule = rules.get(alarm.rule)
             if rule is None or alarm.rule in self._over:
                 continue
-            may_end = alarm.severity is Severity.NOTICE or rule.forecasts
+            may_end = alarm.severity is Severity.NOTICE or (
+                rule.forecasts and alarm.cause not in happened
+            )
             if may_end and rule.check(history) is None:
                 self._over.add(alarm.rule)
                 over.append(alarm)
