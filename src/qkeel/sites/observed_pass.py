@@ -299,19 +299,13 @@ class ObservedPass:
             return
         if self.kept is not None:
             self.kept.setdefault(name, call)
-        elif self.tap.active and not _has_no_rows(call):
+        elif self.tap.active and 0 not in call.scores_shape:
             stats = (measure or self.tap.measure)(call)
             if part_of is None:
                 self.tap.visitor.call(name, call, self.may_train)
             if stats is not None:
                 self.sites.add(name, stats, part_of)
                 self.calls += 1
-
-
-def _has_no_rows(call: Seen) -> bool:
-    """True if a call has no queries or no keys, as in an expert that received no tokens."""
-    x = call.logits if isinstance(call, ScoresCall) else call.q
-    return not x.numel() or (not isinstance(call, ScoresCall) and not call.k.numel())
 
 
 def _either(

@@ -226,7 +226,7 @@ def _is_same_call(
         and (before.lost, before.sink is None) != (after.lost, after.sink is None)
     ):
         return False
-    if captured.how != reference.how or before.query_shape != after.query_shape:
+    if captured.how != reference.how or before.scores_shape != after.scores_shape:
         return False
     return all(
         _is_close(a, b)

@@ -72,7 +72,6 @@ from qkeel.sites.trace import (
     PartTrace,
     RecordedCall,
     common_module,
-    scored,
     traced_part,
 )
 from qkeel.sites.verify import CannotRerunError, Verification
@@ -771,7 +770,7 @@ class _ObservedPass:
             )
         if name in self.order and not captured.headless:
             return
-        self._heads[name] += scored(captured).shape[1]
+        self._heads[name] += captured.call.scores_shape[1]
         if name in self.order:
             return
         sites = {site.name: site for site in self._search.sites}
@@ -833,11 +832,10 @@ def unknown_site(
     layout: HeadLayout | None = None,
 ) -> AttentionSite:
     """The site of a call whose module does not run alone, because of this failure."""
-    scores = call.logits if isinstance(call, ScoresCall) else call.q
-    heads = scores.shape[1]
+    heads = call.scores_shape[1]
     keys = None if isinstance(call, ScoresCall) else call.k.shape[1]
     why = "no module around it runs alone"
-    if not scores.numel():
+    if 0 in call.scores_shape:
         why = _NO_TOKENS
     elif failure is not None:
         reason = str(failure)
@@ -861,12 +859,10 @@ def _unclear_masks(call: object) -> str:
     key are left out, since padding may have added them."""
     if not isinstance(call, ScoresCall):
         return ""
-    is_low, hidden = (
-        call.capped <= HIDES,
-        torch.zeros_like(call.capped, dtype=torch.bool),
-    )
-    if call.hidden is not None:
-        hidden = hidden | call.hidden
+    is_low = call.capped <= HIDES
+    hidden = torch.zeros_like(is_low)
+    if call.mask is not None:
+        hidden = hidden | ~call.mask
     if bool((hidden & ~is_low & ~hidden.all(-1, keepdim=True)).any()):
         return f"its mask hides keys by a number above {HIDES:.0f} (such as -100)"
     if bool((is_low & ~hidden & call.capped.isfinite()).any()):

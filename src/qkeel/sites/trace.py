@@ -22,7 +22,7 @@ from qkeel.capture.hand_written import is_projected, reached
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.capture.user_hooks import hooks_held_back
 from qkeel.capture.visible_pattern import KeyOrigin
-from qkeel.functional.norms import unrounded, widest
+from qkeel.functional.norms import widest
 from qkeel.patching.autograd import nodes_of, variable_of
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.modes import Args, Kwargs
@@ -342,7 +342,8 @@ class _Reading:
         )
 
     def _read_site(self, calls: list[CapturedCall]) -> None:
-        with unrounded(scored(calls[0])):
+        device = calls[0].call.query_device
+        with torch.autocast(device.type, enabled=False):
             site = _site(calls, self._names)
         if self._parts_share_weights(site, calls[0].frame):
             why = "one weight is applied to several parts of its input, so heads that share it cannot be counted"
@@ -410,12 +411,6 @@ def grouped(firsts: Sequence[CapturedCall]) -> Iterator[list[CapturedCall]]:
     yield from groups.values()
 
 
-def scored(captured: CapturedCall) -> Tensor:
-    """The logits of a call, or its q; the second dimension of either is the heads."""
-    call = captured.call
-    return call.logits if isinstance(call, ScoresCall) else call.q
-
-
 # --- The site of a call
 
 
@@ -468,7 +463,7 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
     if q is not None and k is not None and is_plain:
         query_gains = seen_gains(q, names)
         key_gains = seen_gains(k, names) if query_gains else ()
-    heads = scored(first).shape[1] * len(calls)
+    heads = call.scores_shape[1] * len(calls)
     # Each query vector counts once, and products of the same weights, of which a mask chooses one for each pair
     # (ReRoPE), are one term.
     queries: list[Tensor] = []
@@ -548,6 +543,6 @@ def is_product(call: object) -> bool:
     scale = call.spec.scale.factor(q.new_zeros(1, 1), q.shape[-1], {})
     k = call.k.repeat_interleave(q.shape[1] // call.k.shape[1], 1)
     products = q @ k.mT * scale
-    visible = z.isfinite() if call.hidden is None else ~call.hidden & z.isfinite()
+    visible = z.isfinite() if call.mask is None else call.mask & z.isfinite()
     rounding = 16 * torch.finfo(z.dtype).eps * products.abs().max()
     return not bool((((z - products).abs() > rounding) & visible).any())

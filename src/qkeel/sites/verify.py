@@ -41,7 +41,6 @@ from qkeel.capture.hand_written import reached
 from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
 from qkeel.capture.readers import unobserved
 from qkeel.errors import RefusedError, caution
-from qkeel.functional.norms import wide
 from qkeel.patching.autograd import nodes_of
 from qkeel.patching.modes import CollectiveMode, push_mode, take_off
 from qkeel.patching.module_tables import modules_of, submodules_of
@@ -438,7 +437,7 @@ class LogitReader:
     the call in the model's pass."""
 
     def __init__(self, call: Seen) -> None:
-        t = call.query_shape[1]
+        t = call.scores_shape[2]
 
         def shown(rows: slice) -> int:
             self._rows = rows
@@ -452,18 +451,11 @@ class LogitReader:
 
     @torch.no_grad()
     def __call__(self, call: Seen) -> Tensor:
-        rows, visible = self._rows, None
-        if isinstance(call, ScoresCall):
-            z, dtype = call.logits[:, :, rows], call.logits.dtype
-            z = z.to(wide(dtype))
-            if call.hidden is not None:
-                hidden = call.hidden
-                visible = ~(hidden[:, :, rows] if hidden.shape[2] > 1 else hidden)
-        else:
-            q, k = call.encoded()
-            keys, dtype = slice(0, k.shape[2]), call.q.dtype
-            z = call.scores(q[:, :, rows], k, rows, keys)
-            visible = call.visible(rows, keys)
+        rows, keys = self._rows, slice(0, call.scores_shape[3])
+        dtype = (call.logits if isinstance(call, ScoresCall) else call.q).dtype
+        q, k = call.encoded()
+        z = call.scores(q[:, :, rows], k, rows, keys)
+        visible = call.visible(rows, keys)
         shows = z.isfinite() & (z > torch.finfo(dtype).min / 2)
         return z.masked_fill(
             ~(shows if visible is None else shows & visible), torch.nan
