@@ -44,7 +44,7 @@ from qkeel.errors import (
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.guards import DeferredError, unguarded
 from qkeel.patching.modes import Args, Kwargs
-from qkeel.patching.module_tables import modules_of
+from qkeel.patching.module_tables import modules_of, parameters_in
 from qkeel.patching.torch_state import uncompiled
 from qkeel.sites.graph import names_of
 from qkeel.sites.module_copy import (
@@ -179,10 +179,10 @@ class SiteSearch:
     def _name_modules(self, frame: ModuleCall) -> None:
         """Names what the model consists of, again if a forward has replaced modules, or has weights of its own while it
         runs, as one that fully_shard has split."""
-        module = frame.module
-        is_named = all(id(x) in self._names for x in module.modules())
+        tree = modules_of(frame.module).values()
+        is_named = all(id(x) in self._names for x in tree)
         if not is_named or any(
-            id(p) not in self._parameters for p in module.parameters()
+            id(p) not in self._parameters for p in parameters_in(tree)
         ):
             model = self._model
             self._names = {id(x): name for name, x in modules_of(model).items()}
@@ -223,7 +223,8 @@ class SiteSearch:
     def _trace_alike(self, frame: ModuleCall, known: KnownModule) -> ModuleTrace | None:
         """The trace of a module if it computes what a known one computes."""
         module, name = frame.module, self._names[id(frame.module)]
-        is_shared = any(id(p) in self._shared for p in module.parameters())
+        tree = modules_of(module).values()
+        is_shared = any(id(p) in self._shared for p in parameters_in(tree))
         if is_shared or id(module) in self._whole:
             return None
         given = None
@@ -391,7 +392,8 @@ class SiteSearch:
             name = name_of(called, trace.first_call(part).ordinal)
             site = renamed(part, lambda weight: parameters.get(weight, weight))
             weights = weights_of(site)
-            if weights <= {self._parameters[id(p)] for p in module.parameters()}:
+            held = parameters_in(modules_of(module).values())
+            if weights <= {self._parameters[id(p)] for p in held}:
                 self._known.add(id(module))
             elif name in by_name and weights != weights_of(by_name[name]):
                 callers = callers or (frame.caller,) * (module is frame.module)
