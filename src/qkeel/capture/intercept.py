@@ -103,6 +103,8 @@ class CapturedCall:
         call: the call as it was read.
         layout: the dimensions of its scores in the module, if they are not [b h t s] by contract.
         added: in a probe, the products whose sum is the additive mask of a fused function.
+        positions: in a probe, for each module call around it, innermost first, the number of attention calls that were
+            reported before it.
         rows: the row statistics from its kernel, if requested.
         by_name: whether it arrived by the name F.scaled_dot_product_attention.
     """
@@ -115,11 +117,12 @@ class CapturedCall:
     added: ScoresCall | None = None
     rows: KernelRows | None = None
     by_name: bool = False
+    positions: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         """The name of the site, which is the module's name, with "#2" appended for its second call."""
-        return name_of(self.frame, self.ordinal)
+        return name_of(self.frame.name, self.ordinal)
 
     @property
     def headless(self) -> bool:
@@ -127,9 +130,9 @@ class CapturedCall:
         return isinstance(self.call, ScoresCall) and self.call.headless
 
 
-def name_of(frame: ModuleCall, ordinal: int) -> str:
+def name_of(module: str, ordinal: int) -> str:
     """The name of the site of attention call number `ordinal` (from 0) of a module."""
-    return frame.name if ordinal == 0 else f"{frame.name}#{ordinal + 1}"
+    return module if ordinal == 0 else f"{module}#{ordinal + 1}"
 
 
 class CaptureMode(CallObserver):
@@ -430,7 +433,7 @@ class CaptureMode(CallObserver):
     def _measured(self, args: Args, kwargs: Kwargs, lse: Tensor | None) -> bool:
         """Hands an SDPA call in a known module to `bounded` or `plain`; returns whether one of them took it."""
         top = self.stack.top
-        name = name_of(top, top.calls) if top.calls else top.name
+        name = name_of(top.name, top.calls)
         heads = self.key_heads.get(name)
         if self.only is None or self._described or heads is None:
             return False
@@ -479,7 +482,7 @@ class CaptureMode(CallObserver):
         if self._elsewhere(top):
             return
         self._find(top)
-        site = name_of(top, top.calls)
+        site = name_of(top.name, top.calls)
         key_heads = self.key_heads.get(site)
         if name == _SDPA:
             heads = _configured_heads(top.module, args) if key_heads is None else 0
@@ -512,7 +515,7 @@ class CaptureMode(CallObserver):
 
     def _known_layout(self, frame: ModuleCall, ordinal: int) -> HeadLayout | None:
         self._find(frame)
-        return self.layouts.get(name_of(frame, ordinal))
+        return self.layouts.get(name_of(frame.name, ordinal))
 
     def _find(self, frame: ModuleCall) -> None:
         if self._search is not None and not self._elsewhere(frame):
@@ -578,6 +581,10 @@ class CaptureMode(CallObserver):
         if how != "softmax":
             self.handwritten.before(frame, call)
         ordinal, frame.calls = frame.calls, frame.calls + 1
+        positions = []
+        for around in frame.line() if self.probing else ():
+            positions.append(around.captured)
+            around.captured += 1
         captured = CapturedCall(
             frame=frame,
             ordinal=ordinal,
@@ -587,6 +594,7 @@ class CaptureMode(CallObserver):
             added=added,
             rows=rows,
             by_name=self.by_name,
+            positions=tuple(positions),
         )
         if self._changing:
             self._tell_of_hook(captured.name)

@@ -70,7 +70,6 @@ from qkeel.sites.site import (
 from qkeel.sites.trace import (
     OperandNorms,
     PartTrace,
-    RecordedCall,
     common_module,
     traced_part,
 )
@@ -258,7 +257,9 @@ class SiteSearch:
     def _lacks(self, frame: ModuleCall) -> bool:
         """True if a module makes more calls than those that some of its tokens have shown; all of them are then taken,
         once."""
-        is_known = any(site.name == name_of(frame, frame.calls) for site in self.sites)
+        is_known = any(
+            site.name == name_of(frame.name, frame.calls) for site in self.sites
+        )
         if is_known or frame.name not in self._of_some_tokens:
             return False
         self._of_some_tokens.remove(frame.name)
@@ -386,9 +387,7 @@ class SiteSearch:
                 (modules[name], modules.get(caller, caller), number)
                 for name, caller, number in part.callers
             )
-            called = ModuleCall(
-                name=self._names[id(module)], module=module, parent=None
-            )
+            called = self._names[id(module)]
             name = name_of(called, trace.first_call(part).ordinal)
             site = renamed(part, lambda weight: parameters.get(weight, weight))
             weights = weights_of(site)
@@ -400,7 +399,7 @@ class SiteSearch:
             else:
                 callers = ()
             if callers:
-                name = f"{common_module(sorted(weights))}#{called.name}"
+                name = f"{common_module(sorted(weights))}#{called}"
             if name in by_name:
                 continue
             if frame.caller in callers:
@@ -471,7 +470,7 @@ class ModuleTrace:
 
     def first_call(self, site: AttentionSite) -> CapturedCall:
         """The first attention call of a site in the trace."""
-        return self.trace.calls[site.name][0].captured
+        return self.trace.calls[site.name][0]
 
     def module_of(self, site: AttentionSite) -> nn.Module:
         """The module of the model that makes the calls of a site."""
@@ -565,7 +564,7 @@ class ModelTrace:
     unclear_masks: Mapping[str, str]
 
     @property
-    def calls(self) -> dict[str, list[RecordedCall]]:
+    def calls(self) -> dict[str, list[CapturedCall]]:
         """The first call of each site, or one call for each head if the heads are computed one by one."""
         return {
             name: trace.of_module.trace.calls[trace.name]
@@ -575,7 +574,7 @@ class ModelTrace:
     def module_call(self, site: AttentionSite) -> ModuleCall:
         """The module call that made the first attention call of a site, with its inputs."""
         trace = self.traces[site.name]
-        return trace.of_part.calls[trace.name][0].captured.frame
+        return trace.of_part.calls[trace.name][0].frame
 
     def inputs_after(
         self, site: AttentionSite, weights: Mapping[str, Tensor]
@@ -691,7 +690,7 @@ def call_observer(
         only_in = {}
         for site in sites:
             calls = trace.calls.get(site.name)
-            functions = BY_NAME if calls and calls[0].captured.by_name else None
+            functions = BY_NAME if calls and calls[0].by_name else None
             name = site.name.partition("#")[0]
             _, earlier = only_in.get(name, (site.module, functions))
             only_in[name] = site.module, functions and earlier

@@ -49,7 +49,6 @@ from qkeel.sites.site import (
 from qkeel.sites.verify import (
     ChangedWeights,
     LogitReader,
-    RecordedCall,
     Verification,
     products_of_call,
     smallest_rerun,
@@ -125,7 +124,7 @@ class PartTrace:
 
     part: nn.Module
     sites: Sites
-    calls: dict[str, list[RecordedCall]]
+    calls: dict[str, list[CapturedCall]]
     values: dict[str, Tensor]
 
     def verified(
@@ -147,7 +146,7 @@ class PartTrace:
         """
         (site,) = [site for site in self.sites if site.name == name]
         calls = self.calls[name]
-        readers = [LogitReader(call.captured.call) for call in calls]
+        readers = [LogitReader(call.call) for call in calls]
         with extra_pass(self.part), hooks_held_back(self.part):
             rerun = smallest_rerun(
                 site, calls, readers, ChangedWeights(self.part, site)
@@ -171,7 +170,7 @@ class PartTrace:
     def operands(self, name: str) -> list[tuple[OperandNorms, OperandNorms]]:
         """The operands of every product of a site's first call, if it was fully observed."""
         names, first = names_of(self.part), self.calls[name][0]
-        stops = nodes_of(first.captured.frame.inputs)
+        stops = nodes_of(first.frame.inputs)
 
         def norms(x: Tensor) -> OperandNorms:
             leaves = leaves_of(x.grad_fn, stops) or ()
@@ -181,7 +180,7 @@ class PartTrace:
 
         return [
             (norms(q), norms(k))
-            for q, k in products_of_call(first.captured.call)
+            for q, k in products_of_call(first.call)
             if q is not None and k is not None
         ]
 
@@ -197,7 +196,7 @@ class PartTrace:
         # A view made here belongs to the graph of the pass, regardless of the caller's mode.
         with torch.inference_mode(False), torch.enable_grad():
             try:
-                values = side(fewest_keys(v), first.captured.frame, names, "v")
+                values = side(fewest_keys(v), first.frame, names, "v")
                 return tuple(
                     values.slices(*path)[-1]
                     for path in values.paths()
@@ -227,11 +226,8 @@ def traced_part(
         reading = _Reading(part, verifies=verification is not None)
         reading.run(args, kwargs)
         watcher, sites = reading.watcher, reading.sites_in_order()
-        groups = grouped([call.captured for call in reading.order.values()])
-        calls = {
-            group[0].name: [reading.order[captured.name] for captured in group]
-            for group in groups
-        }
+        groups = grouped(reading.order.values())
+        calls = {calls_of_site[0].name: calls_of_site for calls_of_site in groups}
         trace = PartTrace(
             part=part,
             sites=Sites(sites, watcher.missed, _indexers(watcher, sites)),
@@ -277,7 +273,7 @@ class _Reading:
         self._verifies = verifies
         self.sites: dict[str, AttentionSite] = {}
         # The first call for each name.
-        self.order: dict[str, RecordedCall] = {}
+        self.order: dict[str, CapturedCall] = {}
         # For each call by its first name: the sets of weights with which it was made, and the names of their sites.
         self._weights: dict[str, dict[frozenset[tuple[str, str]] | None, str]] = {}
         # By the name of a site whose module is called with several sets.
@@ -290,19 +286,15 @@ class _Reading:
         part = self.watcher.stack.root.module
         forward(part, self.watcher, args, kwargs, together=False)
         with torch.enable_grad():
-            for calls in grouped([call.captured for call in self.order.values()]):
+            for calls in grouped(self.order.values()):
                 self._read_site(calls)
 
     def _note(self, captured: CapturedCall) -> None:
         captured = self._named_by_caller(captured)
-        line = captured.frame.line()
-        positions = {id(frame): frame.captured for frame in line}
-        for frame in line:
-            frame.captured += 1
         if captured.name in self.order:
             return
-        self.order[captured.name] = RecordedCall(captured=captured, positions=positions)
-        for frame in line if self._verifies else ():
+        self.order[captured.name] = captured
+        for frame in captured.frame.line() if self._verifies else ():
             if frame.given is not None:
                 frame.given.copy_tensors()
 
@@ -312,8 +304,8 @@ class _Reading:
         if name not in self.order:
             return captured
         if name not in self._weights:
-            first = self.order[name].captured
-            self._weights[name] = {self._weights_behind(first): name}
+            first = self._weights_behind(self.order[name])
+            self._weights[name] = {first: name}
         by_weights, weights = self._weights[name], self._weights_behind(captured)
         if weights is None or None in by_weights or frame.caller is None:
             return captured
@@ -401,7 +393,7 @@ def common_module(parameters: Sequence[str]) -> str:
     return ".".join(common)
 
 
-def grouped(firsts: Sequence[CapturedCall]) -> Iterator[list[CapturedCall]]:
+def grouped(firsts: Iterable[CapturedCall]) -> Iterator[list[CapturedCall]]:
     """Groups the first calls of sites: a single call for each site, or the calls of all heads if a module computes them
     one by one."""
     groups: dict[int, list[CapturedCall]] = {}
