@@ -37,10 +37,11 @@ from qkeel.capture.named_attention import BY_NAME, hold_name_in
 from qkeel.capture.readers import (
     FLASH_AND_FLEX,
     FUSED,
+    READERS,
     SDPA,
-    CallGeometry,
     CallObserver,
     UnreadError,
+    arranged,
     observed_by,
     sdpa_arguments,
     unobserved,
@@ -417,7 +418,7 @@ class CaptureMode(CallObserver):
         if _in_own(top) or (func is SDPA and self._measured(args, kwargs, lse)):
             return
         if name in FUSED:
-            self.apart(lambda: self._read_fused(name, top, args, kwargs, rows))
+            self.apart(lambda: self._read(name, FUSED[name](args, kwargs), rows))
         else:
             self.apart(lambda: self.handwritten.follow(name, top, args, kwargs, out))
 
@@ -427,8 +428,7 @@ class CaptureMode(CallObserver):
         if in_vmap():
             self.hidden["what runs inside torch.func.vmap"] = None
         else:
-            top = self.stack.top
-            self.apart(lambda: self._read_fused(_SDPA, top, args, kwargs, None))
+            self.apart(lambda: self._read(_SDPA, sdpa_arguments(args, kwargs)))
 
     def _measured(self, args: Args, kwargs: Kwargs, lse: Tensor | None) -> bool:
         """Hands an SDPA call in a known module to `bounded` or `plain`; returns whether one of them took it."""
@@ -471,47 +471,50 @@ class CaptureMode(CallObserver):
         with unobserved(), torch.set_grad_enabled(with_graph):
             read()
 
-    def _read_fused(
-        self,
-        name: str,
-        top: ModuleCall,
-        args: Args,
-        kwargs: Kwargs,
-        rows: KernelRows | None,
+    def _read(
+        self, name: str, arguments: Kwargs, rows: KernelRows | None = None
     ) -> None:
+        """Reads a call of an attention function from its arguments, all of them by name."""
+        top = self.stack.top
         if self._elsewhere(top):
             return
         self._find(top)
         site = name_of(top.name, top.calls)
-        key_heads = self.key_heads.get(site)
+        known, layout, added = self.key_heads.get(site), None, None
         if name == _SDPA:
-            heads = _configured_heads(top.module, args) if key_heads is None else 0
-            heads = heads if key_heads is None else key_heads[0]
-            packed = unpacked(sdpa_arguments(args, kwargs), heads) if heads else None
+            q, mask = arguments["query"], arguments["attn_mask"]
+            heads = _configured_heads(top.module, q) if known is None else known[0]
+            packed = unpacked(arguments, heads) if heads else None
             if packed is not None:
-                args, kwargs = (), packed
+                arguments = packed
                 if rows is not None:
                     rows = KernelRows(*(x.reshape(len(x), heads, 1) for x in rows))
-        geometry = CallGeometry(
-            lambda q, k: fused_layout(
-                q, k, top, known=self.layouts.get(site), by_graph=self._by_graph
-            ),
-            fewest_keys
-            if key_heads is None
-            else functools.partial(known_keys, key_heads),
-        )
+            elif q.ndim != 4 and not q.is_nested:
+                layout = fused_layout(
+                    q,
+                    arguments["key"],
+                    top,
+                    known=self.layouts.get(site),
+                    by_graph=self._by_graph,
+                )
+                arguments = arranged(arguments, layout)
+            if self.probing:
+                added = self._added(top, mask, layout)
         try:
-            call = FUSED[name](args, kwargs, geometry)
+            call = READERS[name](arguments)
         except UnreadError as error:
-            self._unread(name, error)
+            reason = f"{name} is called with {error}, whose effect is not known"
+            self.unread.append(
+                UnrecognizedAttention(module=top.name, operation=name, reason=reason)
+            )
             return
-        added = None
-        if name == _SDPA and self.probing:
-            mask = sdpa_arguments(args, kwargs)["attn_mask"]
-            added = self._added(top, mask, geometry.used)
-        reported = self._saw(top, name, call, geometry.used, added, rows)
+        # With fewer key heads, no head is repeated, and the comparison would wait for the device.
+        if call.k.shape[1] == call.q.shape[1]:
+            k = fewest_keys(call.k) if known is None else known_keys(known, call.k)
+            call = call if k is call.k else dataclasses.replace(call, k=k)
+        reported = self._saw(top, name, call, layout, added, rows)
         if reported is not None and name == _SDPA:
-            self._valued(reported, sdpa_arguments(args, kwargs)["value"])
+            self._valued(reported, arguments["value"])
 
     def _known_layout(self, frame: ModuleCall, ordinal: int) -> HeadLayout | None:
         self._find(frame)
@@ -541,30 +544,10 @@ class CaptureMode(CallObserver):
         )
 
     def called(self, name: str, arguments: Kwargs) -> None:
-        self.apart(lambda: self._read_exchanged(name, arguments))
+        self.apart(lambda: self._read(name, arguments))
 
     def not_observable(self, name: str, error: Exception) -> None:
         self.hidden[f"{name}, which can't be watched ({error})"] = None
-
-    def _read_exchanged(self, name: str, arguments: Kwargs) -> None:
-        """Reads a call of a function that is not torch's."""
-        if self._elsewhere(self.stack.top):
-            return
-        self._find(self.stack.top)
-        try:
-            call = FLASH_AND_FLEX[name](arguments)
-        except UnreadError as error:
-            self._unread(name, error)
-            return
-        self._saw(self.stack.top, name, call)
-
-    def _unread(self, name: str, error: UnreadError) -> None:
-        reason = f"{name} is called with {error}, whose effect is not known"
-        self.unread.append(
-            UnrecognizedAttention(
-                module=self.stack.top.name, operation=name, reason=reason
-            )
-        )
 
     def _saw(
         self,
@@ -672,14 +655,14 @@ def _in_own(frame: ModuleCall) -> bool:
     return any(isinstance(f.module, SpecModule) for f in frame.line())
 
 
-def _configured_heads(module: nn.Module, args: Args) -> int:
+def _configured_heads(module: nn.Module, q: Tensor) -> int:
     """The number of query heads in the configuration of one of transformers' attention modules with grouped heads, and
     0 for any other module and for calls with another number of queries than a group has heads.
 
     At a site that isn't known yet, nothing else tells the heads of a packed call from its tokens.
     """
-    groups, q = getattr(module, "num_key_value_groups", None), args[0] if args else None
-    if not (isinstance(q, Tensor) and q.ndim == 4 and q.shape[2] == groups):
+    groups = getattr(module, "num_key_value_groups", None)
+    if not (q.ndim == 4 and q.shape[2] == groups):
         return 0
     try:
         heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
