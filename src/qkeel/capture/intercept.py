@@ -196,12 +196,11 @@ class CaptureMode(CallObserver):
             guard=guard,
         )
         self._search = search
-        # Called with the site, q, k, scale and causality of an SDPA call without a mask in a known module; returns whether no
-        # further reading of the call is needed. None if calls are not read in this way.
-        self.plain: Callable[[str, Tensor, Tensor, float, bool], bool] | None = None
-        # Called with the logsumexps of an SDPA call's rows, where its kernel hands them out, and with q, k, scale and
-        # causality unless there is a mask; returns whether no further reading of the call is needed.
-        self.bounded: Callable[[str, Tensor, PlainCall | None], bool] | None = None
+        # Called with an SDPA call in a known module: the site, q, k, scale and causality if there is no mask, and the
+        # logsumexps of its rows if they are wanted and its kernel hands them out. Returns whether that was enough.
+        self.measure: Callable[[str, PlainCall | None, Tensor | None], bool] | None = (
+            None
+        )
         # The code of the user's hooks on the model that record, and, where sites are looked for, of hooks that change
         # values.
         self._recording: frozenset[CodeType] = frozenset()
@@ -296,7 +295,6 @@ class CaptureMode(CallObserver):
                 self._changing = changing_code(tree)
         self._recording = recording_code(model)
         hide_recording_hooks(modules, around)
-        self.wants_logsumexp = self.bounded is not None
         if self._only_in is None:
             self.stack.attach(around)
             push_mode(self)
@@ -376,7 +374,7 @@ class CaptureMode(CallObserver):
     def _make_call(self, func: Function, args: Args, kwargs: dict[str, Any]) -> Any:
         """Makes a call that may be of interest and reads it, in code that torch does not compile."""
         rows = with_lse = lse = None
-        if func is SDPA and self.bounded is not None and self.only is not None:
+        if func is SDPA and self.wants_logsumexp and self.only is not None:
             with_lse = attention_with_logsumexp(args, kwargs)
         if with_lse is not None:
             out, lse = with_lse
@@ -431,11 +429,16 @@ class CaptureMode(CallObserver):
             self.apart(lambda: self._read(_SDPA, sdpa_arguments(args, kwargs)))
 
     def _measured(self, args: Args, kwargs: Kwargs, lse: Tensor | None) -> bool:
-        """Hands an SDPA call in a known module to `bounded` or `plain`; returns whether one of them took it."""
+        """Hands an SDPA call in a known module to `measure`; returns whether no further reading is needed."""
         top = self.stack.top
         name = name_of(top.name, top.calls)
         heads = self.key_heads.get(name)
-        if self.only is None or self._described or heads is None:
+        if (
+            self.measure is None
+            or self.only is None
+            or self._described
+            or heads is None
+        ):
             return False
         # Inside a transform no kernel has handed out logsumexps.
         if lse is None and transformed_now():
@@ -452,18 +455,11 @@ class CaptureMode(CallObserver):
             k = k if k.shape[1] in (heads[1], 1) else known_keys(heads, k)
             scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
             plain = q, k, scale, bool(kwargs.get("is_causal", False))
-        is_bounded = (
-            lse is not None
-            and self.bounded is not None
-            and lse.shape[1] == heads[0]
-            and self.bounded(name, lse, plain)
-        )
-        if not is_bounded and (
-            plain is None or self.plain is None or not self.plain(name, *plain)
-        ):
-            return False
-        top.calls += 1
-        return True
+        if lse is not None and lse.shape[1] != heads[0]:
+            lse = None
+        is_measured = self.measure(name, plain, lse)
+        top.calls += is_measured
+        return is_measured
 
     def apart(self, read: Callable[[], None]) -> None:
         """Calls `read` unobserved, with gradients if q and k of a probe will be traced back to the weights."""

@@ -148,14 +148,9 @@ class ObservedPass:
         self._read_indexers(watcher)
         if call is not None and only_in is None:
             watcher.stack.begun(call[0], dict(call[1]))
-        if (
-            only_in is not None
-            and self.tap.measure_plain is not None
-            and logit_pass.ready()
-        ):
-            watcher.plain = self._plain
-        if only_in is not None and self.tap.threshold is not None:
-            watcher.bounded = self._bounded
+        if only_in is not None:
+            watcher.measure = self._measure
+            watcher.wants_logsumexp = self.tap.threshold is not None
         watcher.look(around, self.tap.observed(only_in))
 
     def _read_indexers(self, watcher: CaptureMode) -> None:
@@ -227,32 +222,22 @@ class ObservedPass:
     ) -> None:
         self._take(name, call, measure=lambda _: measure(call, rows))
 
-    def _plain(
-        self, name: str, q: Tensor, k: Tensor, scale: float, causal: bool
-    ) -> bool:
-        """Measures a call of torch's own function from q and k, and returns whether that was possible."""
-        measure = self.tap.measure_plain
-        if measure is None or not self.tap.active or extra_of_another(self.tap):
+    def _measure(self, name: str, plain: PlainCall | None, lse: Tensor | None) -> bool:
+        """Measures a call of torch's own function from the logsumexps of its rows, which stand for the largest logits of
+        heads that they keep under the threshold, or else from q and k; returns whether that was possible."""
+        tap, stats = self.tap, None
+        # After the tap was removed, nobody reads what this pass has collected.
+        if not tap.active or extra_of_another(tap):
             return False
-        if not self.tap.visitor.reads_plain(name):
-            return False
-        stats = measure(q, k, scale, causal)
+        if lse is not None and tap.threshold is not None:
+            stats = bounded_maxima(lse, tap.threshold, plain)
+        is_ready = tap.measure_plain is not None and logit_pass.ready()
+        if stats is None and plain is not None and is_ready:
+            may_read = tap.visitor.reads_plain(name)
+            stats = tap.measure_plain(*plain) if may_read else None  # type: ignore[misc]
         if stats is None:
             return False
         self.sites.add(name, stats, None)
-        self.calls += 1
-        return True
-
-    def _bounded(self, name: str, lse: Tensor, plain: PlainCall | None) -> bool:
-        """Takes the logsumexps of a call's rows for the largest logits of heads that they keep under the threshold."""
-        threshold = self.tap.threshold
-        # After the tap was removed, nobody reads what this pass has collected.
-        if threshold is None or extra_of_another(self.tap):
-            return False
-        largest = bounded_maxima(lse, threshold, plain)
-        if largest is None:
-            return False
-        self.sites.add(name, largest, None)
         self.calls += 1
         return True
 
