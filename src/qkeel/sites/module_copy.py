@@ -109,7 +109,8 @@ def copy_of(
         if _is_sharded(inner):
             twin, state = _unsharded(inner), _without_sharding(inner)
         elif _is_copied_by_attributes(type(inner)):
-            twin, state = object.__new__(type(inner)), vars(inner)
+            # Without the compiled call, which would run the module itself.
+            twin, state = object.__new__(type(inner)), inner.__getstate__()
         else:
             continue
         memo[id(inner)] = twin
