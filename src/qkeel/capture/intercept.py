@@ -10,6 +10,7 @@ Tap observes such models in an extra pass, so that the model's own passes keep t
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import math
 import threading
@@ -20,6 +21,7 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qkeel.capture.calls import (
     HeadLayout,
@@ -33,9 +35,8 @@ from qkeel.capture.described import DescribedSite, DescribedSiteHooks
 from qkeel.capture.example import ModuleCall, ModuleStack
 from qkeel.capture.hand_written import EagerAttentionTracer, products_of
 from qkeel.capture.logsumexp import attention_with_logsumexp
-from qkeel.capture.named_attention import BY_NAME, hold_name_in
+from qkeel.capture.named_attention import hold_name_in
 from qkeel.capture.readers import (
-    FLASH_AND_FLEX,
     FUSED,
     READERS,
     SDPA,
@@ -88,9 +89,31 @@ class Search(Protocol):
 # q, k, scale, causality.
 PlainCall = tuple[Tensor, Tensor, float, bool]
 _SDPA = "scaled_dot_product_attention"
-_SDPA_ALONE = frozenset({SDPA})
-# The readers of functions whose code is exchanged.
-_EXCHANGED = frozenset(FLASH_AND_FLEX.values())
+
+
+class Watch(enum.IntEnum):
+    """What calls are watched in a module; a larger one includes the smaller ones."""
+
+    #: those by the name of torch's function, which need no mode
+    NAME = 0
+    #: those of torch's fused functions
+    FUSED = 1
+    #: those of functions whose code is exchanged
+    EXCHANGED = 2
+    #: those of every torch function, as for attention that is written by hand
+    ALL = 3
+
+
+_FUSED = frozenset({SDPA, F.multi_head_attention_forward, functional_attention})
+# The torch functions to observe, or None for all.
+_FUNCTIONS = {
+    Watch.NAME: frozenset({SDPA}),
+    Watch.FUSED: _FUSED,
+    Watch.EXCHANGED: _FUSED,
+    Watch.ALL: None,
+}
+# The modules in which to look for attention, by name.
+Places = dict[str, tuple[nn.Module, Watch]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -155,9 +178,7 @@ class CaptureMode(CallObserver):
         described: the sites that are read according to their descriptions; nothing else is reported inside them.
         layouts: the dimensions of the scores at known sites, keyed by name.
         guard: the function through which every method here, and `report`, is called while the model runs.
-        only_in: the modules in which to look for attention, keyed by name, each with the torch functions to observe
-            there, or None for all functions; BY_NAME stands for calls by the name of torch's function alone. If
-            `only_in` is None, the full pass is observed.
+        only_in: the modules in which to look for attention; if None, the full pass is observed.
         search: called with the call of a module that is about to make an attention call, before the attention call is
             read; it may give other `layouts` and `key_heads`.
     """
@@ -172,8 +193,7 @@ class CaptureMode(CallObserver):
         described: Sequence[DescribedSite] = (),
         layouts: Mapping[str, HeadLayout] | None = None,
         guard: Guarded = unguarded,
-        only_in: Mapping[str, tuple[nn.Module, frozenset[Function] | None]]
-        | None = None,
+        only_in: Places | None = None,
         search: Search | None = None,
     ) -> None:
         super().__init__()
@@ -281,12 +301,14 @@ class CaptureMode(CallObserver):
         around.callback(self.handwritten.tags.clear)
         around.callback(self.end)
         self._knows_name = hold_name_in(around)
-        sought = [only for _, only in (self._only_in or {"": (None, None)}).values()]
+        sought = [Watch.ALL]
+        if self._only_in is not None:
+            sought = [watch for _, watch in self._only_in.values()]
         # Calls that are read by their name alone leave nothing that waits for the end of their module.
-        if not self._knows_name or any([only != BY_NAME for only in sought]):
+        most = max(sought, default=Watch.NAME)
+        if not self._knows_name or most > Watch.NAME:
             self.stack.ended = self._module_ended
-        exchanges = any([only is None or only & _EXCHANGED for only in sought])
-        around.enter_context(observed_by(self, exchanges=exchanges))
+        around.enter_context(observed_by(self, exchanges=most >= Watch.EXCHANGED))
         model = self.stack.root.module
         if modules is None or self._search is not None:
             tree = modules_of(model).values()
@@ -303,8 +325,8 @@ class CaptureMode(CallObserver):
         # A mode costs one callback for each torch function, so the rest of the pass runs without it.
         around.callback(self._leave_all)
         hooks = [
-            (module, functools.partial(self._enter_module, only), self._leave_module)
-            for module, only in self._only_in.values()
+            (module, functools.partial(self._enter_module, watch), self._leave_module)
+            for module, watch in self._only_in.values()
         ]
         around.callback(remove_hooks, put_hooks(hooks))
 
@@ -324,7 +346,7 @@ class CaptureMode(CallObserver):
 
     def _enter_module(
         self,
-        only: frozenset[Function] | None,
+        watch: Watch,
         module: nn.Module,
         args: Args,
         kwargs: Kwargs,
@@ -332,9 +354,9 @@ class CaptureMode(CallObserver):
         if threading.get_ident() == self._thread:
             # Where the mode is active already, it sees the calls by name too.
             is_mode_off = not self._outer or self.reads_names
-            reads_names = self._knows_name and only == BY_NAME and is_mode_off
+            reads_names = self._knows_name and watch is Watch.NAME and is_mode_off
             self._outer.append((self.only, self.reads_names))
-            self.only = _SDPA_ALONE if only == BY_NAME else only
+            self.only = _FUNCTIONS[watch]
             self.reads_names = reads_names
             self.guard(self.stack.push, module, args, kwargs)
             self.called_in.append(self.stack.top)

@@ -8,21 +8,25 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics
 from qkeel.capture.example import ModuleCall
-from qkeel.capture.intercept import CapturedCall, CaptureMode, PlainCall, Search
-from qkeel.capture.named_attention import BY_NAME
-from qkeel.capture.readers import FLASH_AND_FLEX, SDPA
+from qkeel.capture.intercept import (
+    CapturedCall,
+    CaptureMode,
+    Places,
+    PlainCall,
+    Search,
+    Watch,
+)
+from qkeel.capture.readers import FLASH_AND_FLEX, FUSED
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.kernels.logits import compiled as logit_pass
 from qkeel.kernels.statistics import CallRows, bounded_maxima
-from qkeel.nn import functional_attention
 from qkeel.nn.attention import Observer, RowObserver, SpecModule
 from qkeel.patching.forward import extra_of_another
 from qkeel.patching.guards import in_this_thread
-from qkeel.patching.modes import Args, Function, Kwargs
+from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import ModuleTree
 from qkeel.sites.site import layer_of
 from qkeel.spec import AttentionCall
@@ -34,17 +38,12 @@ MeasurePlain = Callable[[Tensor, Tensor, float, bool], LogitStats | CallRows | N
 MeasureCall = Callable[[Seen], LogitStats | CallRows | None]
 MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
 
-_FUSED = frozenset({SDPA, F.multi_head_attention_forward, functional_attention})
-# For each function by whose name a call was observed, the torch functions to look for in the calling module; None for
-# all of them.
-_FUNCTIONS: dict[str, frozenset[Function] | None] = {
-    "scaled_dot_product_attention": _FUSED,
-    "multi_head_attention_forward": _FUSED,
-    "softmax": None,
-    **{name: frozenset({reader}) for name, reader in FLASH_AND_FLEX.items()},
+# For each function by whose name a call was observed, what to watch in the calling module.
+_WATCHES = {
+    **dict.fromkeys(FUSED, Watch.FUSED),
+    **dict.fromkeys(FLASH_AND_FLEX, Watch.EXCHANGED),
+    "softmax": Watch.ALL,
 }
-# The modules in which attention was observed, by name, with the torch functions to look for there.
-Places = dict[str, tuple[nn.Module, frozenset[Function] | None]]
 
 
 class PassSearch:
@@ -77,13 +76,13 @@ class PassSearch:
 
     def note(self, places: Places | None, tree: ModuleTree) -> None:
         """Notes where a pass that was searched everywhere had attention; None if that does not say where to search."""
-        if places is not None and self._modules is tree.named():
-            for name, (module, functions) in (self._places or {}).items():
-                _, latest = places.get(name, (module, functions))
-                places[name] = module, _either(functions, latest)
-        if places is not None and not self.trusts_names:
-            for name, (module, functions) in places.items():
-                places[name] = module, _FUSED if functions == BY_NAME else functions
+        if places is not None:
+            is_same_model = self._modules is tree.named()
+            known = self._places if is_same_model and self._places else {}
+            least = Watch.NAME if self.trusts_names else Watch.FUSED
+            for name, (module, watch) in {**known, **places}.items():
+                _, earlier = known.get(name, (module, watch))
+                places[name] = module, max(watch, earlier, least)
         self._places, self._modules = places, tree.named()
         self.inside = [
             x for module, _ in (places or {}).values() for x in module.modules()
@@ -199,14 +198,14 @@ class ObservedPass:
             [m is not module and isinstance(m, SpecModule) for m in module.modules()]
         )
         is_unclear = captured.headless or not name or not is_known or holds_others
-        if is_unclear or captured.how not in _FUNCTIONS:
+        if is_unclear or captured.how not in _WATCHES:
             self.is_local = False
         else:
-            functions = _FUNCTIONS[captured.how]
+            watch = _WATCHES[captured.how]
             if captured.by_name and captured.ordinal == 0:
-                functions = BY_NAME
-            _, before = self.places.get(name, (module, functions))
-            self.places[name] = module, _either(before, functions)
+                watch = Watch.NAME
+            _, before = self.places.get(name, (module, watch))
+            self.places[name] = module, max(before, watch)
 
     def _observer(self, name: str) -> Observer:
         see = in_this_thread(functools.partial(self.tap.guard, self._take, name))
@@ -291,15 +290,3 @@ class ObservedPass:
             if stats is not None:
                 self.sites.add(name, stats, part_of)
                 self.calls += 1
-
-
-def _either(
-    first: frozenset[Function] | None, second: frozenset[Function] | None
-) -> frozenset[Function] | None:
-    """The functions of interest if both sets are given, or None, which means all functions."""
-    if first is None or second is None:
-        return None
-    if first != second and first | second >= BY_NAME:
-        # Some calls came in another way, so the mode is needed.
-        return (first | second | _FUSED) - BY_NAME
-    return first | second

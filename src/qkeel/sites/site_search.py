@@ -31,8 +31,13 @@ from qkeel.capture.example import (
     copied,
     undisturbed,
 )
-from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
-from qkeel.capture.named_attention import BY_NAME
+from qkeel.capture.intercept import (
+    CapturedCall,
+    CaptureMode,
+    Places,
+    Watch,
+    name_of,
+)
 from qkeel.capture.visible_pattern import VisiblePattern, told_apart, visible_pattern
 from qkeel.errors import (
     InvalidValueError,
@@ -55,7 +60,6 @@ from qkeel.sites.module_copy import (
     parts_of_arguments,
     unnoticed,
 )
-from qkeel.sites.observed_pass import Places
 from qkeel.sites.repeated_layers import KnownModule
 from qkeel.sites.search_passes import check_devices, forward, spread, whole_weights
 from qkeel.sites.site import (
@@ -690,10 +694,10 @@ def call_observer(
         only_in = {}
         for site in sites:
             calls = trace.calls.get(site.name)
-            functions = BY_NAME if calls and calls[0].by_name else None
+            watch = Watch.NAME if calls and calls[0].by_name else Watch.ALL
             name = site.name.partition("#")[0]
-            _, earlier = only_in.get(name, (site.module, functions))
-            only_in[name] = site.module, functions and earlier
+            _, earlier = only_in.get(name, (site.module, watch))
+            only_in[name] = site.module, max(watch, earlier)
         if "" in only_in:
             only_in = None
     mode = CaptureMode(model, report, layouts=facts.layouts, only_in=only_in)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics, statistics
 from qkeel.capture.example import LastPass, copied, tensors, undisturbed
-from qkeel.capture.intercept import CapturedCall, CaptureMode, Search
+from qkeel.capture.intercept import CapturedCall, CaptureMode, Places, Search
 from qkeel.capture.named_attention import CompiledBounds
 from qkeel.capture.random_streams import RandomStreams, seed_generators
 from qkeel.errors import caution
@@ -33,7 +33,6 @@ from qkeel.sites.observed_pass import (
     MeasureRows,
     ObservedPass,
     PassSearch,
-    Places,
 )
 from qkeel.sites.outside_calls import OutsideCalls
 from qkeel.sites.site import KnownSites, Sites
