@@ -14,7 +14,7 @@ import enum
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import CodeType
 from typing import Any, Protocol, Self
@@ -34,6 +34,7 @@ from qkeel.capture.calls import (
 from qkeel.capture.described import DescribedSite, DescribedSiteHooks
 from qkeel.capture.example import ModuleCall, ModuleStack
 from qkeel.capture.hand_written import EagerAttentionTracer, products_of
+from qkeel.capture.known_sites import KnownSites
 from qkeel.capture.logsumexp import attention_with_logsumexp
 from qkeel.capture.named_attention import hold_name_in
 from qkeel.capture.readers import (
@@ -81,9 +82,9 @@ from qkeel.patching.torch_state import in_vmap, running_frames, transformed_now
 
 class Search(Protocol):
     """Called with the call of a module that is about to make an attention call, or has made scores of which the largest
-    are chosen."""
+    are chosen. Returns what is known of sites then, or None if nothing has changed."""
 
-    def __call__(self, frame: ModuleCall, /, *, chooses: bool) -> None: ...
+    def __call__(self, frame: ModuleCall, /, *, chooses: bool) -> KnownSites | None: ...
 
 
 # q, k, scale, causality.
@@ -175,12 +176,12 @@ class CaptureMode(CallObserver):
         report: the function that is called with every attention call.
         by_graph: in a probe, which keeps the graph behind q and k, finds the layout of scores in it.
         rows: whether functional_attention reports what its kernel computes for each row.
-        described: the sites that are read according to their descriptions; nothing else is reported inside them.
-        layouts: the dimensions of the scores at known sites, keyed by name.
+        known: what is known of the model's sites. Those that are described are read according to their descriptions;
+            nothing else is reported inside them.
         guard: the function through which every method here, and `report`, is called while the model runs.
         only_in: the modules in which to look for attention; if None, the full pass is observed.
         search: called with the call of a module that is about to make an attention call, before the attention call is
-            read; it may give other `layouts` and `key_heads`.
+            read.
     """
 
     def __init__(
@@ -190,8 +191,7 @@ class CaptureMode(CallObserver):
         *,
         by_graph: LayoutReader | None = None,
         rows: bool = False,
-        described: Sequence[DescribedSite] = (),
-        layouts: Mapping[str, HeadLayout] | None = None,
+        known: KnownSites | None = None,
         guard: Guarded = unguarded,
         only_in: Places | None = None,
         search: Search | None = None,
@@ -231,20 +231,17 @@ class CaptureMode(CallObserver):
         # Where attention would not be seen.
         self.hidden: dict[str, None] = {}
         self._report, self._rows = report, rows
+        self.know(known or KnownSites())
+        described = [site for site in self.known.sites if site.description is not None]
         self._described = {site.name for site in described}
         self._hooks = [
             DescribedSiteHooks(site, self._described_call, guard) for site in described
         ]
-        self.layouts = layouts or {}
-        # Numbers of query and key heads at known sites. At other sites, keys are compared to find repeated heads, which
-        # waits for the device.
-        self.key_heads: Mapping[str, tuple[int, int]] = {}
         # The values v by site, if requested.
         self.values: dict[str, Tensor] | None = None
-        # Receives the calls of modules that choose keys; a probe keeps the first of each, with the tensors it was
-        # computed from.
-        self.index: Callable[[ModuleCall, ScoresCall], None] | None = None
-        self.index_layouts: Callable[[str], HeadLayout | None] = lambda name: None
+        # Receives the layers and calls of known indexers; a probe keeps the first of each module that chooses keys, with
+        # the tensors it was computed from.
+        self.index: Callable[[str, ScoresCall], None] | None = None
         self._chosen: dict[str, tuple[ModuleCall, ScoresCall, Scores | Lost]] = {}
         self._by_graph = by_graph
         self.handwritten = EagerAttentionTracer(
@@ -264,6 +261,13 @@ class CaptureMode(CallObserver):
 
     def __exit__(self, *exc: object) -> None:
         self._undo.close()
+
+    def know(self, known: KnownSites) -> None:
+        """Reads and names the calls that follow by what is known of the sites."""
+        self.known = known
+        # Where sites are looked for, callers are told apart from the start.
+        tells_callers = self.probing or self._search is not None
+        self.stack.by_caller = known.by_caller or ({} if tells_callers else None)
 
     @property
     def whole(self) -> bool:
@@ -454,7 +458,7 @@ class CaptureMode(CallObserver):
         """Hands an SDPA call in a known module to `measure`; returns whether no further reading is needed."""
         top = self.stack.top
         name = name_of(top.name, top.calls)
-        heads = self.key_heads.get(name)
+        heads = self.known.key_heads.get(name)
         if (
             self.measure is None
             or self.only is None
@@ -498,7 +502,7 @@ class CaptureMode(CallObserver):
             return
         self._find(top)
         site = name_of(top.name, top.calls)
-        known, layout, added = self.key_heads.get(site), None, None
+        known, layout, added = self.known.key_heads.get(site), None, None
         if name == _SDPA:
             q, mask = arguments["query"], arguments["attn_mask"]
             heads = _configured_heads(top.module, q) if known is None else known[0]
@@ -512,7 +516,7 @@ class CaptureMode(CallObserver):
                     q,
                     arguments["key"],
                     top,
-                    known=self.layouts.get(site),
+                    known=self.known.layouts.get(site),
                     by_graph=self._by_graph,
                 )
                 arguments = arranged(arguments, layout)
@@ -536,11 +540,13 @@ class CaptureMode(CallObserver):
 
     def _known_layout(self, frame: ModuleCall, ordinal: int) -> HeadLayout | None:
         self._find(frame)
-        return self.layouts.get(name_of(frame.name, ordinal))
+        return self.known.layouts.get(name_of(frame.name, ordinal))
 
-    def _find(self, frame: ModuleCall) -> None:
+    def _find(self, frame: ModuleCall, *, chooses: bool = False) -> None:
         if self._search is not None and not self._elsewhere(frame):
-            self._search(frame, chooses=False)
+            known = self._search(frame, chooses=chooses)
+            if known is not None:
+                self.know(known)
 
     def _added(
         self, top: ModuleCall, mask: Tensor | None, layout: HeadLayout | None
@@ -610,21 +616,21 @@ class CaptureMode(CallObserver):
         """Reads scores x of which the largest are chosen."""
         if self._elsewhere(frame):
             return
-        if self._search is not None:
-            self._search(frame, chooses=True)
-        if not (self.probing or self.index is not None):
+        self._find(frame, chooses=True)
+        layer = self.known.indexed_layer(frame.name)
+        if not self.probing and (layer is None or self.index is None):
             return
         frame.indexes += 1
         try:
-            layout = self.index_layouts(frame.name)
+            layout = None if layer is None else self.known.indexers[layer]
             call = index_call(tag, x, frame, known=layout, by_graph=self._by_graph)
         except Exception as error:  # the attention after it is still observed
             caution(
                 f"the scores by which {frame.name or 'the model itself'} chooses keys cannot be read: {error}"
             )
             return
-        if self.index is not None:
-            self.index(frame, call)
+        if layer is not None and self.index is not None:
+            self.index(layer, call)
         else:
             self._chosen.setdefault(frame.name, (frame, call, tag))
 

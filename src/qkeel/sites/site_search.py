@@ -38,6 +38,7 @@ from qkeel.capture.intercept import (
     Watch,
     name_of,
 )
+from qkeel.capture.known_sites import INDEX, KnownSites
 from qkeel.capture.visible_pattern import VisiblePattern, told_apart, visible_pattern
 from qkeel.errors import (
     InvalidValueError,
@@ -63,10 +64,8 @@ from qkeel.sites.module_copy import (
 from qkeel.sites.repeated_layers import KnownModule
 from qkeel.sites.search_passes import check_devices, forward, spread, whole_weights
 from qkeel.sites.site import (
-    INDEX,
     AttentionSite,
     HeadSlice,
-    KnownSites,
     Sites,
     renamed,
     within,
@@ -687,10 +686,10 @@ def call_observer(
 
     With the trace of an earlier pass, only the modules of the sites are observed, and calls that came by the name of
     torch's function are read by it: one that comes in another way, or elsewhere, is then not reported."""
-    facts = KnownSites.of(sites)
+    known = KnownSites.of(sites)
     only_in: Places | None = None
     # Callers are told apart by what they have called before.
-    if trace is not None and facts.by_caller is None:
+    if trace is not None and known.by_caller is None:
         only_in = {}
         for site in sites:
             calls = trace.calls.get(site.name)
@@ -700,11 +699,7 @@ def call_observer(
             only_in[name] = site.module, max(watch, earlier)
         if "" in only_in:
             only_in = None
-    mode = CaptureMode(model, report, layouts=facts.layouts, only_in=only_in)
-    mode.key_heads = facts.key_heads
-    # A module that several callers share makes a site for each of them.
-    mode.stack.by_caller = facts.by_caller
-    return mode
+    return CaptureMode(model, report, known=known, only_in=only_in)
 
 
 def _failed(model: nn.Module, error: Exception) -> InvalidValueError:
@@ -758,14 +753,9 @@ class _ObservedPass:
         except Exception as error:
             raise _failed(self._model, error) from error
 
-    def _find(self, frame: ModuleCall, /, *, chooses: bool) -> None:
-        if self._search.at(frame, chooses=chooses):
-            facts = KnownSites.of(self._search.sites)
-            self.watcher.layouts, self.watcher.key_heads = (
-                facts.layouts,
-                facts.key_heads,
-            )
-            self.watcher.stack.by_caller = facts.by_caller or {}
+    def _find(self, frame: ModuleCall, /, *, chooses: bool) -> KnownSites | None:
+        is_more_known = self._search.at(frame, chooses=chooses)
+        return KnownSites.of(self._search.sites) if is_more_known else None
 
     def _note(self, captured: CapturedCall) -> None:
         name = captured.name

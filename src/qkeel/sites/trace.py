@@ -20,6 +20,7 @@ from qkeel.capture.calls import ScoresCall, fewest_keys, key_heads
 from qkeel.capture.example import Caller, ModuleCall, undisturbed
 from qkeel.capture.hand_written import is_projected, reached
 from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.capture.known_sites import INDEX, layer_of
 from qkeel.capture.user_hooks import hooks_held_back
 from qkeel.capture.visible_pattern import KeyOrigin
 from qkeel.functional.norms import widest
@@ -38,13 +39,11 @@ from qkeel.sites.rows import (
 )
 from qkeel.sites.search_passes import forget_casts, forward
 from qkeel.sites.site import (
-    INDEX,
     AttentionSite,
     HeadSlice,
     NormGain,
     QKProduct,
     Sites,
-    layer_of,
 )
 from qkeel.sites.verify import (
     ChangedWeights,

@@ -39,6 +39,7 @@ from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import ModuleCall, restored
 from qkeel.capture.hand_written import reached
 from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
+from qkeel.capture.known_sites import KnownSites
 from qkeel.capture.readers import unobserved
 from qkeel.errors import RefusedError, caution
 from qkeel.patching.autograd import nodes_of
@@ -242,11 +243,12 @@ class RepeatedCalls:
             name_of(paths.get(id(call.frame.module), ""), call.ordinal)
             for call in recorded
         }
-        layouts = {} if site.layout is None else dict.fromkeys(names, site.layout)
-        self.watcher = CaptureMode(module, self._note, layouts=layouts)
-        if site.key_heads is None:
-            heads = site.n_heads, site.n_kv_heads
-            self.watcher.key_heads = dict.fromkeys(names, heads)
+        heads = site.n_heads, site.n_kv_heads
+        known = KnownSites(
+            layouts={} if site.layout is None else dict.fromkeys(names, site.layout),
+            key_heads={} if site.key_heads else dict.fromkeys(names, heads),
+        )
+        self.watcher = CaptureMode(module, self._note, known=known)
         self.to_end = False
         self.begin()
 
