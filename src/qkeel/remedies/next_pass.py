@@ -58,8 +58,8 @@ class AtNextPass(Handle):
             for parsed in remedies
             if isinstance(parsed, StepRemedy) and parsed.saves_state
         ]
-        #: A state that is loaded before the remedies are there.
-        self._carried: State = {}
+        #: A state that is loaded before the remedies are there; an empty one says that they begin here.
+        self._carried: State | None = None
         #: Why the search in the pass that is running failed; the pass may be about to fail by itself.
         self._failed: QkeelError | None = None
         self._passes = ForwardPasses(model, self._begin, self._end, guard=unguarded)
@@ -72,8 +72,8 @@ class AtNextPass(Handle):
         self._with_states(reserve)
         super().__init__(
             self._withdraw,
-            state=lambda: dict(self._carried),
-            load=self._carried.update,
+            state=lambda: dict(self._carried or {}),
+            load=self._carry,
         )
 
     def __repr__(self) -> str:
@@ -118,14 +118,17 @@ class AtNextPass(Handle):
             self._refuse(error)
             return
         self._end_waiting(hooks)
-        if self._carried:
-            handle.load(self._carried)
+        if self._carried is not None:
+            handle.load(self._carried or handle.state())
         for optimizer, earlier in hooks.items():
             late = hooks_before_step(optimizer)
             self._missed[optimizer] = [late[key] for key in late if key not in earlier]
         # From here on, this handle is that of the applied remedies. Hooks cannot leave an optimizer during its step.
         self._undo = compose([*self._steps, handle]).remove
         self._state, self._load = handle.state, handle.load
+
+    def _carry(self, state: State) -> None:
+        self._carried = {**(self._carried or {}), **state}
 
     def _end(self, output: object, failed: bool) -> None:
         """Ends a pass in which the search failed: a program may expect the error of its own pass, such as one that
@@ -155,9 +158,11 @@ class AtNextPass(Handle):
         # A rate of 0 moves no weight: so do programs initialise the state for a checkpoint before they load it.
         if self._waits and any(group.get("lr", 1) for group in optimizer.param_groups):
             self.remove()
-            raise RefusedError(
-                f"{self.about} was to be applied when {type(unwrapped(self._model)).__name__} was next called, but "
-                f"its optimizer took a step before that call. {GIVE_BATCH.format(self.about)}"
+            self._refuse(
+                RefusedError(
+                    f"{self.about} was to be applied when {type(unwrapped(self._model)).__name__} was next called, but "
+                    f"its optimizer took a step before that call. {GIVE_BATCH.format(self.about)}"
+                )
             )
 
     def _with_states(self, act: Callable[[Optimizer, str], None]) -> None:
