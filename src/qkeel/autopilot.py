@@ -51,10 +51,10 @@ from qkeel.monitor.rules import (
     Severity,
     ahead,
     judged_series,
-    largest_logit,
     measured,
     outgrowing,
     signs,
+    widest_spread,
 )
 from qkeel.monitor.sample import Sample
 from qkeel.monitor.token_classes import MaskSource
@@ -136,9 +136,8 @@ class Decision:
     action: Action  #: the action to take or to release
     site: str | None = None  #: name of the site; None for the whole model
     heads: tuple[int, ...] = ()  #: the heads to act on; empty for all heads
-    remedy: str = (
-        ""  #: string that specifies the remedy; "" if the action is not a remedy
-    )
+    #: string that specifies the remedy; "" if the action is not a remedy
+    remedy: str = ""
     release: bool = False  #: whether this decision ends the action
     rule: str  #: name of the rule that raised it
     forecast: Forecast | None = None  #: forecast of the largest logit, if available
@@ -252,7 +251,7 @@ RULES: tuple[Rule, ...] = (
 
 def _crossing(history: History) -> Forecast | None:
     """Forecasts when the largest logit crosses the next alarm threshold; None if it will not."""
-    top = largest_logit(history)
+    top = widest_spread(history)
     for threshold in (thresholds.CLIPS, thresholds.HARMS, thresholds.DIVERGES):
         if top is not None and top.value < threshold:
             return ahead(history, top.envelope, threshold)
@@ -647,9 +646,8 @@ class Autopilot(Handle):
         # None until the first record.
         self.sites: tuple[SiteFacts, ...] | None = None
         self.remedies = ActiveRemedies(monitor.model, self.optimizers)
-        self._carried: Sample | None = (
-            None  # measured before a checkpoint; the decision is made after it
-        )
+        # Measured before a checkpoint; the decision is made after it
+        self._carried: Sample | None = None
         self._scheduled = Handle(lambda: None)
         self._guard = FaultGuard(_OFF, self._stop)
         self._stopped = False

@@ -65,9 +65,8 @@ class PassSearch:
         self.inside: list[nn.Module] = []
         self._passes = 0
         self._places: Places | None = None
-        self._modules: object = (
-            None  # those that existed in the last pass that was searched everywhere
-        )
+        # Those that existed in the last pass that was searched everywhere
+        self._modules: object = None
 
     def places(self, tree: ModuleTree) -> Places | None:
         """Returns the modules in which the pass that begins is searched, or None for everywhere."""
