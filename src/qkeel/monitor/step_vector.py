@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qkeel.capture.calls import joint_statistics
-from qkeel.distributed.reduce import Axis, Column, StepTable, step_table
+from qkeel.distributed.reduce import Axis, Column, MergeRule, StepTable, step_table
 from qkeel.functional import statistics
 from qkeel.functional.class_statistics import MERGES as CLASS_MERGES
 from qkeel.functional.class_statistics import ClassStats, Merge
