@@ -57,7 +57,7 @@ def _check_masks(target: Target, sites: list[AttentionSite]) -> None:
         assert trace is not None
         call = None
         if site.name in trace.calls:
-            call = trace.calls[site.name][0].captured.call
+            call = trace.calls[site.name][0].call
         if isinstance(call, ScoresCall) and call.sink is not None:
             raise RefusedError(
                 f"{where(site)}: a sink, or another column that is no key, is joined to the scores before the softmax, "
@@ -199,7 +199,7 @@ def refuse_added_scores(
     Written-out attention passes only the sum to the softmax, and this sum may include a bias or a cap."""
     calls = target.seen().calls if sites else {}
     for site in sites:
-        call = calls[site.name][0].captured.call if site.name in calls else None
+        call = calls[site.name][0].call if site.name in calls else None
         is_sum = isinstance(call, ScoresCall) and not is_product(call)
         # The model's own cap is applied before the new scale; a cap that qkeel added is applied after it.
         is_own = _calls_under_change(site.module) is None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import ModuleCall, mapped, undisturbed
-from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.capture.intercept import CapturedCall
 from qkeel.capture.random_streams import seed_generators
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.module_tables import modules_of
@@ -25,7 +25,7 @@ from qkeel.sites.module_copy import COPY_MARK, PartOfArguments, copy_of, hidden_
 from qkeel.sites.search_passes import forward
 from qkeel.sites.site import AttentionSite, Sites, renamed, within
 from qkeel.sites.trace import PartTrace
-from qkeel.sites.verify import EnoughError, LogitReader, name_of_call
+from qkeel.sites.verify import EnoughError, LogitReader, RepeatedCalls
 from qkeel.spec import AttentionCall
 
 # What torch keeps in every module, such as hooks, and the mark of copies.
@@ -97,30 +97,10 @@ class KnownModule:
 
     def _calls_of(self, module: nn.Module) -> list[CapturedCall]:
         """The attention calls of a copy of a module in which the weights of this one stand."""
-        names = {id(inner): path for path, inner in modules_of(self.copied).items()}
         recorded = self._trace.calls[self._site.name]
-        (frame,) = [
-            x for x in recorded[0].captured.frame.line() if x.module is self.copied
-        ]
-        n_calls = 1 + max(call.positions[id(frame)] for call in recorded)
-        calls: list[CapturedCall] = []
-
-        def note(captured: CapturedCall) -> None:
-            if len(calls) < n_calls:
-                calls.append(captured)
-                if len(calls) == n_calls:
-                    raise EnoughError
-
+        (frame,) = [x for x in recorded[0].frame.line() if x.module is self.copied]
         copied = copy_of(module, (), self._weights)
-        within_copy = {name_of_call(call.captured, names) for call in recorded}
-        layout, heads = self._site.layout, (self._site.n_heads, self._site.n_kv_heads)
-        watcher = CaptureMode(
-            copied,
-            note,
-            layouts={} if layout is None else dict.fromkeys(within_copy, layout),
-        )
-        if self._site.key_heads is None:
-            watcher.key_heads = dict.fromkeys(within_copy, heads)
+        repeated = RepeatedCalls(copied, self._site, frame, recorded)
         with (
             extra_pass(copied),
             torch.inference_mode(False),
@@ -131,8 +111,9 @@ class KnownModule:
         ):
             seed_generators(copied.parameters())
             args, kwargs = self._given.copied(torch.clone)
+            watcher = repeated.watcher
             forward(copied, watcher, args, kwargs, graph=False, together=False)
-        return calls
+        return repeated.calls
 
 
 def _drawn_weights(

@@ -453,6 +453,10 @@ class Normalizer(Slot):
     ) -> Logits:
         """Returns the weights [b h t s], which are 0 where a key is not visible."""
 
+    def sink_logit(self, params: Params, device: torch.device) -> Tensor | None:
+        """Returns the logit of each head's sink [h|1 1], without a gradient; None if there is no sink."""
+        return None
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Softmax(Normalizer):
@@ -507,6 +511,11 @@ class AttentionSink(Normalizer):
             else torch.tensor(self.init, device=logits.device)
         )
         return F.sink_softmax(logits, sink, visible)
+
+    def sink_logit(self, params: Params, device: torch.device) -> Tensor:
+        if not self.learned:
+            return torch.full((1, 1), self.init, device=device)
+        return params["sink"].detach().flatten()[:, None]
 
     def formula(self) -> str:
         return f"exp(z)/(exp({'s_h' if self.learned else f'{self.init:g}'}) + Σ exp(z))"

@@ -22,6 +22,7 @@ from qkeel.errors import (
     check_known,
 )
 from qkeel.functional import rope as f
+from qkeel.functional.logits import qk_products
 from qkeel.functional.position_biases import xpos_decay
 from qkeel.functional.rope import (
     Pairing,
@@ -345,17 +346,7 @@ class Position(Slot):
         self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params
     ) -> Logits:
         """The unscaled scores [b h t s] of encoded q and k, where each of the g key heads serves h / g query heads."""
-        b, h, t, d = q.shape
-        g, s = k.shape[1], k.shape[2]
-        if g == h:
-            return q @ k.mT
-        # The queries that share a key head form one matrix, so that keys are not copied for each of them.
-        return (q.reshape(b, g, h // g * t, d) @ k.mT).view(
-            b,
-            h,
-            t,
-            s,
-        )
+        return qk_products(q, k)
 
     @abc.abstractmethod
     def formula(self) -> str:
