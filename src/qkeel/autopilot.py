@@ -53,10 +53,10 @@ from qkeel.monitor.rules import (
     Severity,
     ahead,
     judged_series,
-    largest_logit,
     measured,
     outgrowing,
     signs,
+    widest_spread,
 )
 from qkeel.monitor.sample import Sample
 from qkeel.monitor.token_classes import MaskSource
@@ -139,9 +139,8 @@ class Decision:
     action: Action  #: the action to take or to release
     site: str | None = None  #: name of the site; None for the whole model
     heads: tuple[int, ...] = ()  #: the heads to act on; empty for all heads
-    remedy: str = (
-        ""  #: string that specifies the remedy; "" if the action is not a remedy
-    )
+    #: string that specifies the remedy; "" if the action is not a remedy
+    remedy: str = ""
     release: bool = False  #: whether this decision ends the action
     rule: str  #: name of the rule that raised it
     forecast: Forecast | None = None  #: forecast of the largest logit, if available
@@ -255,7 +254,7 @@ RULES: tuple[Rule, ...] = (
 
 def _crossing(history: History) -> Forecast | None:
     """Forecasts when the largest logit crosses the next alarm threshold; None if it will not."""
-    top = largest_logit(history)
+    top = widest_spread(history)
     for threshold in (thresholds.CLIPS, thresholds.HARMS, thresholds.DIVERGES):
         if top is not None and top.value < threshold:
             return ahead(history, top.envelope, threshold)
@@ -574,18 +573,20 @@ class ActiveRemedies:
         """
         (remedy,) = parse_remedies(spec)
         remedy = dataclasses.replace(remedy, heads=tuple(heads_of.items()))  # type: ignore[call-arg]
-        handle = (
-            apply(self.model, remedy, self.optimizers, sites=self.sites, partial=True)
-            if self.sites
-            else AtNextPass(
+        if self.sites:
+            handle = apply(
+                self.model, remedy, self.optimizers, sites=self.sites, partial=True
+            )
+            handle.load({**handle.state(), **state})
+        else:
+            handle = AtNextPass(
                 self.model,
                 [remedy],
                 self.optimizers,
                 partial=True,
                 refused=self._refused,
+                begins=state,
             )
-        )
-        handle.load({**handle.state(), **state})
         self.handles[spec] = handle, heads_of
 
     def _refusal(self, spec: str, heads_of: SiteHeads) -> str:
@@ -659,9 +660,8 @@ class Autopilot(Handle):
         # None until the first record.
         self.sites: tuple[SiteFacts, ...] | None = None
         self.remedies = ActiveRemedies(monitor.model, self.optimizers, self._give_up)
-        self._carried: Sample | None = (
-            None  # measured before a checkpoint; the decision is made after it
-        )
+        # Measured before a checkpoint; the decision is made after it
+        self._carried: Sample | None = None
         self._scheduled = Handle(lambda: None)
         self._guard = FaultGuard(_OFF, self._stop)
         self._stopped = False

@@ -21,13 +21,14 @@ from .targets import ROOMS, is_direct, test_files
 
 # So many tests are run alone first: they are soon imported.
 FIRST = 10
-# The processes that a test starts leave a file each when they end.
+# The processes that a test starts leave a file each when they end; those of a group end by os._exit.
 SETTINGS = """[run]
 include = {include}
 parallel = True
 concurrency = thread,multiprocessing
 data_file = {folder}/data
 sigterm = True
+patch = _exit
 """
 
 

@@ -10,7 +10,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "lab": (),
     "report": (),
     "capture": ("sites/**/test_*.py",),
-    "sites": (),
+    "sites": ("monitor/test_several_models.py",),
     "audit": (),
     "cli": (),
     "spec": ("test_reference.py",),

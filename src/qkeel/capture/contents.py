@@ -6,6 +6,7 @@ import collections
 import copy
 import enum
 import functools
+import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, ModuleType
@@ -189,10 +190,10 @@ def _has_memory(x: Tensor) -> bool:
 
 def is_same(x: Any, contents: Any) -> bool:
     """True if two containers hold the same objects in the same order."""
-    if [*map(id, x)] != [*map(id, contents)]:
+    if len(x) != len(contents) or not all(map(operator.is_, x, contents)):
         return False
-    return not isinstance(x, dict) or (
-        [*map(id, x.values())] == [*map(id, contents.values())]
+    return not isinstance(x, dict) or all(
+        map(operator.is_, x.values(), contents.values())
     )
 
 

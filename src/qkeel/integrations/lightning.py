@@ -163,6 +163,5 @@ def _step(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
-QkeelCallback = (
-    LightningCallback  # the name until 0.1, which the callback of transformers has too
-)
+# The name until 0.1, which the callback of transformers has too
+QkeelCallback = LightningCallback

@@ -27,7 +27,8 @@ from qkeel.remedies.step_remedy import StepRemedy
 class AtNextPass(Handle):
     """Remedies that are applied when the model's next forward pass begins, with that pass's arguments as the batch.
 
-    If a remedy is refused, the error is raised in the call of the model, or passed to `refused` if that is given.
+    If a remedy is refused, the error is raised in the call of the model, or passed to `refused` if that is given. begins:
+    what the remedies begin with, as far as it knows their names.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class AtNextPass(Handle):
         train_length: int | None = None,
         partial: bool = False,
         refused: Callable[[QkeelError], None] | None = None,
+        begins: State | None = None,
     ) -> None:
         check_wrapper(unwrapped(model), remedies)
         self.about = "+".join(parsed.name for parsed in remedies)
@@ -58,8 +60,9 @@ class AtNextPass(Handle):
             for parsed in remedies
             if isinstance(parsed, StepRemedy) and parsed.saves_state
         ]
-        #: A state that is loaded before the remedies are there; an empty one says that they begin here.
-        self._carried: State | None = None
+        #: A state that is loaded before the remedies are there.
+        self._carried: State = {}
+        self._begins = begins
         #: Why the search in the pass that is running failed; the pass may be about to fail by itself.
         self._failed: QkeelError | None = None
         self._passes = ForwardPasses(model, self._begin, self._end, guard=unguarded)
@@ -72,8 +75,8 @@ class AtNextPass(Handle):
         self._with_states(reserve)
         super().__init__(
             self._withdraw,
-            state=lambda: dict(self._carried or {}),
-            load=self._carry,
+            state=lambda: {**(begins or {}), **self._carried},
+            load=self._carried.update,
         )
 
     def __repr__(self) -> str:
@@ -118,17 +121,16 @@ class AtNextPass(Handle):
             self._refuse(error)
             return
         self._end_waiting(hooks)
-        if self._carried is not None:
-            handle.load(self._carried or handle.state())
+        if self._begins is not None:
+            handle.load({**handle.state(), **self._begins})
+        if self._carried:
+            handle.load(self._carried)
         for optimizer, earlier in hooks.items():
             late = hooks_before_step(optimizer)
             self._missed[optimizer] = [late[key] for key in late if key not in earlier]
         # From here on, this handle is that of the applied remedies. Hooks cannot leave an optimizer during its step.
         self._undo = compose([*self._steps, handle]).remove
         self._state, self._load = handle.state, handle.load
-
-    def _carry(self, state: State) -> None:
-        self._carried = {**(self._carried or {}), **state}
 
     def _end(self, output: object, failed: bool) -> None:
         """Ends a pass in which the search failed: a program may expect the error of its own pass, such as one that

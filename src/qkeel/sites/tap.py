@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics, statistics
 from qkeel.capture.example import LastPass, copied, tensors, undisturbed
-from qkeel.capture.intercept import CapturedCall, CaptureMode, Search
+from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.capture.known_sites import KnownSites
 from qkeel.capture.named_attention import CompiledBounds
 from qkeel.capture.random_streams import RandomStreams, seed_generators
 from qkeel.errors import caution
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
 from qkeel.kernels.statistics import is_over, plain_rows
-from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import ForwardPasses, extra_pass
 from qkeel.patching.guards import FaultGuard
 from qkeel.patching.modes import Args, Kwargs
@@ -33,10 +33,9 @@ from qkeel.sites.observed_pass import (
     MeasureRows,
     ObservedPass,
     PassSearch,
-    Places,
 )
 from qkeel.sites.outside_calls import OutsideCalls
-from qkeel.sites.site import KnownSites, Sites
+from qkeel.sites.site import Sites
 
 _TRANSFORMED = (
     "a pass inside a transform of torch.func (grad, vmap, jvp) is not measured, because its tensors have no values "
@@ -59,7 +58,7 @@ class Visitor:
         """Called when the measured pass begins (in compiled models, the additional pass). The returned handle is
         removed after the pass. may_train: whether the pass may turn out to be trained."""
 
-    def search(self) -> Search | None:
+    def search(self) -> Callable[..., object] | None:
         """Returns what looks for the sites of the pass that begins, when a module is about to make an attention call."""
         return None
 
@@ -165,8 +164,8 @@ class Tap(Handle):
         self.own_alone = False
         # By the mode of the model.
         self._searches = {
-            True: PassSearch(),
-            False: PassSearch(),
+            True: PassSearch(self),
+            False: PassSearch(self),
         }
         # Attention calls that were measured.
         self.calls_seen: dict[Phase, int] = {
@@ -204,31 +203,10 @@ class Tap(Handle):
                     return held.latest
         return self._latest
 
-    def places(self) -> Places | None:
-        """The modules in which the pass that begins is searched for attention outside qkeel's modules, or None to
-        search everywhere."""
-        return (
-            {}
-            if self.own_alone
-            else self._searches[self.model.training].places(self.tree)
-        )
-
-    def observed(self, places: Places | None) -> list[nn.Module]:
-        """The modules in which attention calls are observed in a pass that is searched at these places."""
-        if places is None:
-            return [module for _, module in self.tree.named()]
-        return self._searches[self.model.training].inside
-
-    def searched(self, places: Places | None, *, trusts_names: bool = True) -> None:
-        """Notes where a pass had attention that was searched everywhere; with None, the next pass is so too.
-
-        trusts_names: False if a call may have come in another way than by the name of torch's function."""
-        if not places and not self.tree.of_kind(SpecModule):
-            # No attention was found, so it may appear anywhere.
-            places = None
-        search = self._searches[self.model.training]
-        search.trusts_names = search.trusts_names and trusts_names
-        search.note(places, self.tree)
+    @property
+    def search(self) -> PassSearch:
+        """Where passes in the model's mode are searched for attention outside qkeel's modules."""
+        return self._searches[self.model.training]
 
     def has(self, phase: Phase) -> bool:
         """True if there are statistics of passes with this role to read."""
