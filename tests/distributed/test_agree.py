@@ -70,6 +70,18 @@ def test_a_group_gathers_values_and_reduces_vectors(on_each):
     assert on_each(act) == [(*expected, [0]), (*expected, [1])]
 
 
+@pytest.mark.parametrize("by", ["sum", "max"])
+def test_a_reduction_leaves_the_vector_that_it_was_given(by):
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        vector = torch.tensor([1.0, -2.0])
+        agree.reduced(vector, by).zero_()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert vector.tolist() == [1.0, -2.0]
+
+
 def test_all_do_a_thing_or_none(on_each):
     undone = []
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from qkeel.metrics import alarm_step, collapsed, spike_score
+from qkeel.metrics import Status, alarm_step, collapsed, spike_score
 from qkeel.metrics.run_scalars import slope, stored_logit_error
+from qkeel.metrics.verdict import judged
 
 LOSSES = st.lists(st.floats(0.1, 20), min_size=1, max_size=8)
 
@@ -66,3 +67,12 @@ def test_the_error_of_a_stored_logit_is_its_spacing_over_the_root_of_twelve():
 def test_no_slope_goes_through_points_of_one_x():
     assert slope(np.array([0.0, 2.0]), np.array([1.0, 2.0])) == 0.5
     assert math.isnan(slope(np.array([1.0, 1.0]), np.array([1.0, 2.0])))
+
+
+def test_an_alarm_decides_and_its_cause_step_and_head_are_said():
+    alarm = {"step": 1200, "layer": "h.1", "head": 0, "meaning": "1,500 nats"}
+    status, sentence = judged(1500.0, alarms=[{**alarm, "cause": "weights broke"}])
+    assert status is Status.NOT_HEALTHY
+    assert "weights broke since step 1,200: 1,500 nats, h.1 head 0;" in sentence
+    assert "grown too large since step 1,200" in judged(1500.0, alarms=[alarm])[1]
+    assert judged(50.0, alarms=[alarm], threshold=100.0)[0] is Status.HEALTHY
