@@ -53,6 +53,12 @@ def test_spikes_are_far_above_the_window_before():
     assert spike_score([9.0, *calm]) == 0  # the first window is never judged
     assert spike_score([1.0, 1.1, 1.0, 9.0]) == 0
     assert spike_score([]) == 0
+    # Six deviations of the 16 losses before.
+    deviation = 0.05 * math.sqrt(16 / 15)
+    assert spike_score([*calm, 1.05 + 5.9 * deviation]) == 0
+    assert spike_score([*calm, 1.05 + 6.1 * deviation]) == pytest.approx(1 / 21)
+    assert spike_score([*calm[:15], 9.0]) == 0
+    assert spike_score([*calm[:16], 9.0]) == pytest.approx(1 / 17)
 
 
 def test_the_error_of_a_stored_logit_is_its_spacing_over_the_root_of_twelve():
