@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.attention import from_heads
+from tests.attention import from_heads, to_heads
 from torch import Tensor, nn
 
 import qkeel
@@ -94,6 +94,13 @@ class Conv1D(nn.Module):
 
 
 LAYOUTS = ("linear", "fused", "interleaved", "conv", "groups", "dims first")
+# How the features of a fused projection are divided, and which axes come first: q, k, v [b h t d].
+SPLITS = {
+    "fused": ((3, 4, 4), (2, 0, 3, 1, 4)),
+    "conv": ((3, 4, 4), (2, 0, 3, 1, 4)),
+    "interleaved": ((4, 3, 4), (3, 0, 2, 1, 4)),
+    "dims first": ((3, 4, 4), (2, 0, 4, 1, 3)),
+}
 
 
 class Hand(nn.Module):
@@ -115,30 +122,14 @@ class Hand(nn.Module):
 
     def heads(self, x):
         """q, k, v [b h t d] as they come."""
-        b, t, _ = x.shape
         if self.layout == "linear":
-            q, k, v = self.q(x), self.k(x), self.v(x)
-            return tuple(y.view(b, t, -1, self.d).transpose(1, 2) for y in (q, k, v))
-        y = self.qkv(x)
-        if self.layout in ("fused", "conv"):
-            return tuple(
-                p.view(b, t, self.h, self.d).transpose(1, 2) for p in y.chunk(3, -1)
-            )
-        if self.layout == "interleaved":
-            return tuple(
-                p.transpose(1, 2) for p in y.view(b, t, self.h, 3 * self.d).chunk(3, -1)
-            )
-        if self.layout == "dims first":
-            return tuple(
-                p.permute(0, 3, 1, 2) for p in y.view(b, t, 3, self.d, self.h).unbind(2)
-            )
-        grouped = y.view(b, t, self.g, self.h // self.g + 2, self.d)
-        q = grouped[..., :-2, :].reshape(b, t, self.h, self.d)
-        return (
-            q.transpose(1, 2),
-            grouped[..., -2, :].transpose(1, 2),
-            grouped[..., -1, :].transpose(1, 2),
-        )
+            return tuple(to_heads(f(x), -1, self.d) for f in (self.q, self.k, self.v))
+        if self.layout == "groups":
+            y = self.qkv(x).unflatten(-1, (self.g, -1, self.d))
+            q, k, v = y[..., :-2, :].flatten(2, 3), y[..., -2, :], y[..., -1, :]
+            return tuple(part.transpose(1, 2) for part in (q, k, v))
+        sizes, order = SPLITS[self.layout]
+        return self.qkv(x).unflatten(-1, sizes).permute(order).unbind(0)
 
     def forward(self, x, mask=None):
         q, k, v = self.heads(x)
