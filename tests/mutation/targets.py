@@ -34,7 +34,7 @@ ROOMS = {
     ),
     "metrics": (),
     "frames": (),
-    "root": ("test_*.py",),
+    "root": ("test_*.py", "spec/test_presets.py"),
 }
 ROOT = ("errors", "handle", "ops", "options", "reference")
 # Of these a seed draws 40 mutants, of the others 20.

@@ -44,12 +44,13 @@ def warned(record):
     return [str(w.message) for w in record if "do not train" in str(w.message)]
 
 
-def test_gains_that_no_optimizer_holds_are_told_of_once(
-    recwarn,
-):
+def test_gains_that_no_optimizer_holds_are_told_of_once(recwarn):
     """A pretrained model with its optimizer, and a norm that is added without it."""
     decoder = model()
     optimizers = by_kind(decoder)
+    with qkeel.apply(decoder, "qk_norm"):
+        train(decoder, by_kind(decoder), 4)  # made after it, they hold the gains
+    assert warned(recwarn) == []
     with qkeel.apply(decoder, "qk_norm"):
         train(decoder, optimizers, 4)
     (message,) = warned(recwarn)
