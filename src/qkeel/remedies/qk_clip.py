@@ -400,10 +400,7 @@ class _Clip:
             row = row.masked_fill(skipped, -torch.inf)
         if _readable(row) and not bool((row > self.remedy.threshold).any()):
             return
-        # An infinite maximum means that training broke down; clipping by it, with γ = 0, would kill the head for good.
-        gamma = qk_clip_gamma(
-            row.masked_fill(row.isinf(), -torch.inf), self.remedy.threshold
-        )
+        gamma = qk_clip_gamma(row, self.remedy.threshold)
         if not self._has_warned_of_constant:
             self._tell_of_constant(row, gamma)
         factors = with_one(torch.cat([gamma, gamma.sqrt()]))
