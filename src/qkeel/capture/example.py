@@ -26,12 +26,12 @@ from qkeel.capture.contents import (
     is_same,
     keep_parameters,
     keep_values,
-    reachable,
 )
 from qkeel.capture.random_streams import RandomStreams
 from qkeel.capture.user_hooks import OutsideStores, hooks_held_back, is_of_library
 from qkeel.errors import InvalidTypeError
 from qkeel.patching.guards import Guarded, in_this_thread, unguarded
+from qkeel.patching.held_objects import reachable
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import (
     TABLES,

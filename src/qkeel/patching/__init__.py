@@ -8,4 +8,5 @@ Everywhere else torch is used as documented.
 | one module's forward; every forward pass of a model; functions whose code is replaced | forward |
 | nodes of autograd's graph; checkpointed parts of a pass | autograd |
 | optimizer steps; new optimizers; Adam's groups | optimizers |
+| what nested values, objects among them, hold | held_objects |
 """
