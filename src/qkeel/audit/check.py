@@ -1,5 +1,5 @@
 """A health check of a model, a run or a checkpoint, which answers in one sentence with a number and a threshold; the
-sentence is that of `metrics.verdict`, checkpoints are read by `scan`."""
+sentence is that of `metrics.verdict`, checkpoints are read by `scan`, and the exit code is given by `cli.audit`."""
 
 from __future__ import annotations
 

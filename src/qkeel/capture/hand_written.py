@@ -147,7 +147,8 @@ class EagerAttentionTracer:
         # The products that reached a softmax.
         self.weighed: set[tuple[int, int]] = set()
         self.waiting: list[WaitingCall] = []
-        # The latest call of each module that runs, by the id of the module's call.
+        # The latest call that was reported of each running module, by the id of its call: a softmax of the same q and k
+        # is the program looking at its weights, and no call of its own.
         self.latest: dict[int, Seen] = {}
         self._report = report
         self._known = known

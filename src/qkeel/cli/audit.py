@@ -57,9 +57,8 @@ from qkeel.spec.presets import attention_spec
 
 # The formula and the source of a preset or a remedy, as `qkeel explain` prints them.
 
-_LENGTH = (
-    512  # tokens; for the remedies whose starting scale depends on the training length
-)
+# Tokens; for the remedies whose starting scale depends on the training length
+_LENGTH = 512
 
 
 def explain(text: str) -> str:

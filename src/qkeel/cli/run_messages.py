@@ -1,4 +1,7 @@
-"""The messages about a watched run: lines on stderr that begin with `qkeel:`, and its page."""
+"""The messages about a watched run: lines on stderr that begin with `qkeel:`, and its page.
+
+The line that fixes an alarm is chosen in `monitor.alarms`.
+"""
 
 from __future__ import annotations
 

@@ -27,9 +27,8 @@ from qkeel.records.file_formats import (
 )
 from qkeel.records.recorded_fields import LINEAR
 
-TYPES_EVENT = (
-    "layer types"  # the name of events that correct the types in the run's description
-)
+# The name of events that correct the types in the run's description
+TYPES_EVENT = "layer types"
 
 OVER = "notice over"  # the name of events that end a notice or a forecast; "rule" is its rule
 

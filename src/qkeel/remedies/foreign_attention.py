@@ -22,9 +22,8 @@ from qkeel.sites.trace import is_product
 from qkeel.spec import AttentionSpec
 from qkeel.spec.slot import ParameterSizes
 
-_NESTED = (
-    "_qkeel_use_nested_tensor"  # on a torch encoder: its original use_nested_tensor
-)
+# On a torch encoder: its original use_nested_tensor
+_NESTED = "_qkeel_use_nested_tensor"
 # The sites of each changed module.
 Modules = Mapping[ChangedCalls, list[AttentionSite]]
 

@@ -300,9 +300,8 @@ class AttentionSite:
     callers: tuple[tuple[str, str, int], ...] = ()
     #: the last weights on the path to its values, as far as their parameters make logits too
     value_weights: tuple[HeadSlice, ...] = ()
-    chooses: bool = (
-        False  #: whether its scores choose keys and are not the input of a softmax
-    )
+    #: whether its scores choose keys and are not the input of a softmax
+    chooses: bool = False
 
     @property
     def layer_type(self) -> LayerType:

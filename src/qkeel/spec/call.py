@@ -55,18 +55,16 @@ class AttentionCall:
     v: Values
     params: Params  #: the spec's learned parameters, keyed by name
     causal: bool
-    mask: (
-        Mask | None
-    )  #: a boolean mask (True = visible), or one that is added to the logits
+    #: a boolean mask (True = visible), or one that is added to the logits
+    mask: Mask | None
     pos_q: PosQ
     pos_k: PosK
     plain: bool
     dropout: float = 0.0  #: the probability of dropping an attention weight, in [0, 1)
     query_mask: QueryMask | None = None
     classes: TokenClasses | None = None
-    written_mask: Mask | None = (
-        None  #: the added mask as the program wrote it, where `mask` has -inf for its low numbers
-    )
+    #: the added mask as the program wrote it, where `mask` has -inf for its low numbers
+    written_mask: Mask | None = None
 
     @property
     def query_shape(self) -> tuple[int, int]:

@@ -199,12 +199,10 @@ class YaRN(Stretch):
 
     factor: float  #: test length / training length, at least 1
     train_length: int  #: the training length in tokens, at least 2
-    fast: float = (
-        32.0  #: pairs with more turns than this in training keep their frequency
-    )
-    slow: float = (
-        1.0  #: pairs with fewer turns than this are interpolated by the full factor
-    )
+    #: pairs with more turns than this in training keep their frequency
+    fast: float = 32.0
+    #: pairs with fewer turns than this are interpolated by the full factor
+    slow: float = 1.0
     ramp: f.Ramp = "code"
     attention_factor: float | None = None
 
@@ -383,9 +381,8 @@ class Rope(Position):
 
     base: float = 10_000.0  #: the base of the frequencies base^(-2i/d)
     rotary: float = 1.0  #: the fraction of each head that is rotated, in (0, 1]
-    pairing: Pairing = (
-        "half"  #: which two elements form a rotated pair, see functional.rope.rotate
-    )
+    #: which two elements form a rotated pair, see functional.rope.rotate
+    pairing: Pairing = "half"
     order: Order = "norm_then_rotate"
     stretch: Stretch = dataclasses.field(
         default_factory=NoStretch
