@@ -46,8 +46,8 @@ _IS_GENERATOR = 0x20
 def hooks_held_back(
     modules: Sequence[nn.Module], *, runs_gradient_hooks: bool = False
 ) -> Iterator[None]:
-    """A context in which forward hooks of these modules that return nothing don't run, the user's and those by which libraries record, nor
-    any hook on gradients: those of a search say which rows make which head, and are none of the program's.
+    """A context in which forward hooks of modules that return nothing don't run, the user's and those by which libraries
+    record, nor any hook on gradients: those of a search say which rows make which head, and are none of the program's.
     `runs_gradient_hooks` lets these run, where a step's own gradients are computed again.
 
     A hook that returns a value changes what the model computes, so it runs; the lists, dicts, sets, attributes and
