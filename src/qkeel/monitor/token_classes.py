@@ -370,8 +370,8 @@ class PassTokens:
         fits = [x.shape[0] in (1, b) for x in (queries, classes)]
         if not all(fits) or queries.shape[1] != t or classes.shape[1] != s:
             cross = (
-                f"qkeel.monitor.Classes((torch.zeros({b}, {t}, dtype=torch.long), classes_of_keys), names=…), or a "
-                "function that returns such a pair"
+                f"classes=qkeel.monitor.Classes((torch.zeros({b}, {t}, dtype=torch.long), classes_of_keys), "
+                f"names={self._names}), or a function that returns such a pair"
             )
             given = [list(x.shape) for x in self._class_of_token[not are_pair :]]
             reason = (
