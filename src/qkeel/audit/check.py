@@ -31,8 +31,8 @@ from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged
 from qkeel.metrics.verdict import judged_as, judged_logits
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.guards import FaultGuard
+from qkeel.patching.held_objects import tensors_within
 from qkeel.patching.modes import push_mode, take_off
-from qkeel.patching.roles import tensors_within
 from qkeel.records import RunDirectory
 from qkeel.sites.find import found_sites, site_label
 from qkeel.sites.logit_sample import LogitSample
