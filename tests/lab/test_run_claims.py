@@ -18,7 +18,7 @@ from qkeel.lab import (
     run,
     run_plan,
 )
-from qkeel.lab.claims import EXPIRY, claimed
+from qkeel.lab.run_claims import EXPIRY, claimed
 from qkeel.records import RunDirectory, RunStatus
 
 GRID = Grid(remedies=["none", "qk_norm"], lrs=[0.1], seeds=[0, 1])
