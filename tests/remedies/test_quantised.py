@@ -124,7 +124,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (
             nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
         )
-        self.calls: list[tuple[Tensor, Tensor]] = []
+        self.calls = []
 
     def forward(self, x):
         q, k, v = (

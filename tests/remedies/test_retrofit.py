@@ -213,6 +213,11 @@ def test_the_gap_is_that_of_all_tokens_however_they_are_batched(llama):
             p, q = (m(**inputs).logits.double().log_softmax(-1) for m in (llama, model))
             kl.append((p.exp() * (p - q)).sum(-1)[mask == 1])
     assert report.gap.kl == pytest.approx(float(torch.cat(kl).mean()), rel=1e-3)
+    first, *lines = str(report).splitlines()
+    assert report.held_out in first
+    stages = [x.kl for x in (report.naive, report.fitted, report.balanced) if x]
+    printed = [float(line.rpartition(" KL ")[2]) for line in lines]
+    assert printed == pytest.approx(stages, rel=1e-3)
     by_batch = sum(float(values.mean()) for values in kl) / 2
     assert abs(by_batch / report.gap.kl - 1) > 0.02  # or the batches differ too little
 
@@ -255,6 +260,7 @@ def test_numbers_are_fitted_by_their_squared_error_on_rows_that_were_not_fitted(
     assert report.held_out == "8 of 40 sequences"
     assert report.gap.error == pytest.approx(error, rel=1e-3)
     assert report.naive.error is not None
+    assert f"squared error {report.gap.error:.4g} " in str(report)
     assert error < 0.95 * report.naive.error
 
 

@@ -64,9 +64,9 @@ from qkeel.capture.user_hooks import (
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows
 from qkeel.nn import functional_attention
-from qkeel.nn.attention import SpecModule
+from qkeel.nn.attention import Observer, RowObserver, SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_rows
-from qkeel.patching.guards import Guarded, unguarded
+from qkeel.patching.guards import Guarded, in_this_thread, unguarded
 from qkeel.patching.modes import (
     ASKED,
     Args,
@@ -78,6 +78,7 @@ from qkeel.patching.modes import (
 )
 from qkeel.patching.module_tables import modules_of, put_hooks, remove_hooks
 from qkeel.patching.torch_state import in_vmap, running_frames, transformed_now
+from qkeel.spec import AttentionCall
 
 
 class Search(Protocol):
@@ -124,7 +125,8 @@ class CapturedCall:
     Args:
         frame: the module call that made the attention call.
         ordinal: the index of this call among the attention calls of that module call.
-        how: the function in which it was observed, or "softmax" for hand-written attention.
+        how: the function in which it was observed, "softmax" for hand-written attention, or "module" for one of qkeel's
+            modules.
         call: the call as it was read.
         layout: the dimensions of its scores in the module, if they are not [b h t s] by contract.
         added: in a probe, the products whose sum is the additive mask of a fused function.
@@ -179,7 +181,8 @@ class CaptureMode(CallObserver):
         known: what is known of the model's sites. Those that are described are read according to their descriptions;
             nothing else is reported inside them.
         guard: the function through which every method here, and `report`, is called while the model runs.
-        only_in: the modules in which to look for attention; if None, the full pass is observed.
+        own: qkeel's own modules whose calls are reported too, with their names; the others' are left to their observers.
+        only_in: the modules in which to look for other attention; if None, the full pass is observed.
         search: called with the call of a module that is about to make an attention call, before the attention call is
             read.
     """
@@ -187,12 +190,13 @@ class CaptureMode(CallObserver):
     def __init__(
         self,
         model: nn.Module,
-        report: Callable[[CapturedCall], None],
+        report: Callable[[CapturedCall], object],
         *,
         by_graph: LayoutReader | None = None,
         rows: bool = False,
         known: KnownSites | None = None,
         guard: Guarded = unguarded,
+        own: Sequence[tuple[str, nn.Module]] = (),
         only_in: Places | None = None,
         search: Search | None = None,
     ) -> None:
@@ -230,7 +234,7 @@ class CaptureMode(CallObserver):
         self.unread: list[UnrecognizedAttention] = []
         # Where attention would not be seen.
         self.hidden: dict[str, None] = {}
-        self._report, self._rows = report, rows
+        self._report, self._rows, self._own = report, rows, own
         self.know(known or KnownSites())
         described = [site for site in self.known.sites if site.description is not None]
         self._described = {site.name for site in described}
@@ -302,6 +306,13 @@ class CaptureMode(CallObserver):
         modules: those in which calls are observed, by default all of the model."""
         for described in self._hooks:
             described.attach(around)
+        for name, module in self._own:
+            assert isinstance(module, SpecModule)
+            observer = self._observer(name, module)
+            module.observers.append(observer)
+            around.callback(module.observers.remove, observer)
+        if self._only_in == {}:
+            return
         around.callback(self.handwritten.tags.clear)
         around.callback(self.end)
         self._knows_name = hold_name_in(around)
@@ -333,6 +344,19 @@ class CaptureMode(CallObserver):
             for module, watch in self._only_in.values()
         ]
         around.callback(remove_hooks, put_hooks(hooks))
+
+    def _observer(self, name: str, module: SpecModule) -> Observer:
+        """What reports the calls of one of qkeel's own modules."""
+        frame = ModuleCall(name=name, module=module, parent=None)
+
+        def report(call: AttentionCall, rows: KernelRows | None = None) -> None:
+            captured = CapturedCall(
+                frame=frame, ordinal=0, how="module", call=call, rows=rows
+            )
+            self._report(captured)
+
+        see = in_this_thread(functools.partial(self.guard, report))
+        return RowObserver(see, see) if self._rows else see
 
     def restart(self) -> None:
         """Forgets the pass that was observed, so that another one can be observed in the same context."""

@@ -35,7 +35,7 @@ from qkeel.monitor.finite_stages import (
 )
 from qkeel.patching.forward import ForwardPasses, extra_pass
 from qkeel.patching.guards import FaultGuard
-from qkeel.patching.roles import tensors_within
+from qkeel.patching.held_objects import tensors_within
 from qkeel.sites.softmax_weights import captured_calls
 
 NOT_FOUND = (

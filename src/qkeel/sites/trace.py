@@ -146,7 +146,7 @@ class PartTrace:
         (site,) = [site for site in self.sites if site.name == name]
         calls = self.calls[name]
         readers = [LogitReader(call.call) for call in calls]
-        with extra_pass(self.part), hooks_held_back(self.part):
+        with extra_pass(self.part), hooks_held_back([*self.part.modules()]):
             rerun = smallest_rerun(
                 site, calls, readers, ChangedWeights(self.part, site)
             )

@@ -320,7 +320,8 @@ class Rerun:
             self._has_run = False
             # What is restored includes the hooks by which the watcher knows the running module.
             try:
-                with restored(self.module) as self._undo:
+                tree = [*modules_of(self.module).values()]
+                with restored(tree) as self._undo:
                     yield
             finally:
                 # Otherwise calls of the last run that were not reported yet would be reported now.
