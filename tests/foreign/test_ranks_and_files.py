@@ -228,6 +228,11 @@ def _counting(folder, act):
     sys.addaudithook(hook)
 
 
+def _kill_at(last, number):
+    if number == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _weights(folder):
     tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -258,15 +263,12 @@ def wrong_about_conversions(seed):
         if is_full:
             # The error must have room for itself.
             most = draw.randrange(500, max(f.stat().st_size for f in whole.iterdir()))
-            fault = functools.partial(_full, most)
+            fault, title = functools.partial(_full, most), f"{seed}: full after {most}"
         else:
             last = draw.randint(1, int(events.read_text()))
-            fault = functools.partial(
-                _counting,
-                folder,
-                lambda n: os.kill(os.getpid(), signal.SIGKILL) if n == last else None,
-            )
-        title = f"{seed}: {f'full after {most}' if is_full else f'killed at {last}'}"
+            kill = functools.partial(_kill_at, last)
+            fault = functools.partial(_counting, folder, kill)
+            title = f"{seed}: killed at {last}"
         code = _converted(source, out, log, fault)
         said = log.read_text()
         if code != (2 if is_full else -signal.SIGKILL):
