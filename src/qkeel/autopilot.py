@@ -651,7 +651,7 @@ class Autopilot(Handle):
             None  # measured before a checkpoint; the decision is made after it
         )
         self._scheduled = Handle(lambda: None)
-        self._guard = FaultGuard(_OFF, self._stop)
+        self._guard = FaultGuard(_OFF, self._stop, forks=False)
         self._stopped = False
         #: Whether the optimizer has steps behind it of which the autopilot has no state, until this is said.
         self._is_state_missing = has_stepped(self.optimizers[0])
@@ -722,8 +722,8 @@ class Autopilot(Handle):
         if not stepping():
             self._scheduled.remove()
 
-    def _note_load(self, _: Optimizer) -> None:
-        self._is_state_missing = not self._has_state
+    def _note_load(self, optimizer: Optimizer) -> None:
+        self._is_state_missing = not self._has_state and has_stepped(optimizer)
 
     def _after(self, optimizer: Optimizer) -> None:
         """Called by a hook after a step of the first optimizer."""
