@@ -1,7 +1,5 @@
 """Attention that knows nothing of qkeel, as programs write it: what the models of many tests have in common."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention

@@ -1,10 +1,6 @@
 """Rows of a table as one test."""
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Mapping
-from typing import Any
 
 
 def each_row(names, rows, *, ids=None):
@@ -21,7 +17,7 @@ def each_row(names, rows, *, ids=None):
     arguments = [name.strip() for name in names.split(",")]
     listed = list(rows)
     called = [repr(row)[:80] for row in listed] if ids is None else list(ids)
-    given: list[Mapping[str, Any]] = [
+    given = [
         dict(zip(arguments, row if len(arguments) > 1 else (row,), strict=True))
         for row in listed
     ]

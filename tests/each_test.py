@@ -1,7 +1,5 @@
 """What the processes that run tests share: annotations checked at run time, one thread, no leaking defaults."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc
@@ -159,9 +157,7 @@ def pytest_collection_modifyitems(items):
     if "QKEEL_TEST_ORDER" not in os.environ:
         return
     chance = random.Random(os.environ["QKEEL_TEST_ORDER"])
-    places: dict[Path, float] = {
-        path: chance.random() for path in sorted({item.path for item in items})
-    }
+    places = {path: chance.random() for path in sorted({item.path for item in items})}
     items.sort(key=lambda item: (places[item.path], chance.random()))
 
 

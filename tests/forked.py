@@ -1,7 +1,5 @@
 """Processes that start in milliseconds: forked from a server that imported torch, models and qkeel once."""
 
-from __future__ import annotations
-
 import gc
 import os
 import runpy
@@ -82,7 +80,7 @@ class Python:
         )
         self._process = forkserver().Process(target=_python, args=given)
         self._process.start()
-        self.pid: int = self._process.pid  # type: ignore[assignment]
+        self.pid = self._process.pid
 
     def __enter__(self):
         return self

@@ -14,7 +14,7 @@ H, G, D = 4, 2, 8
 SCALE = 0.4
 
 # Lengths of queries and of keys, and the tokens after the last sequence, which belong to none.
-LENGTHS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
+LENGTHS = {
     "some empty": ((3, 0, 5, 1), (3, 0, 5, 1), 0),
     "single tokens": ((1,) * 20, (1,) * 20, 0),
     "no multiple of a tile": ((129, 1, 70), (129, 1, 70), 0),

@@ -1,7 +1,5 @@
 """A handle undoes once; many are undone last first."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -11,7 +9,7 @@ from qkeel.handle import Handle, compose
 
 
 def test_remove_undoes_once():
-    log: list[str] = []
+    log = []
     handle = Handle(lambda: log.append("undone"))
     assert handle.active
     handle.remove()
@@ -24,7 +22,7 @@ def test_remove_undoes_once():
 
 
 def test_leaving_the_block_undoes_even_after_an_error():
-    log: list[str] = []
+    log = []
     with (
         pytest.raises(RuntimeError, match="inside"),
         Handle(lambda: log.append("undone")),

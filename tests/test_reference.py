@@ -1,7 +1,5 @@
 """The oracle against attention written out in plain Python loops, number by number."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -63,7 +61,7 @@ Q, K, V = (
 )
 q, k, v = Q[0, 0].tolist(), K[0, 0].tolist(), V[0, 0].tolist()
 
-BY_HAND: dict[str, tuple[AttentionSpec, Rows]] = {
+BY_HAND = {
     "scaled dot product": (AttentionSpec(), attend(q, k, v, [0.5] * T)),
     "rope": (
         AttentionSpec(position=Rope()),

@@ -1,12 +1,8 @@
 """The public calls: the model comes first, then the remedy, then the optimizer, then keywords; earlier calls warn."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -67,7 +63,7 @@ def undone(handle):
 
 M, O, X = attention()
 H, Y = heads()
-EARLIER: dict[str, tuple[Callable[[], Any], str]] = {
+EARLIER = {
     "remedy first": (
         lambda: undone(qkeel.apply("softcap", M)),
         "write apply(model, remedy, optimizer);",

@@ -9,16 +9,18 @@ have, or that were not measured, are NaN.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from types import ModuleType
 from typing import Self, final
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -51,10 +53,10 @@ from qkeel.monitor.rules import (
     Severity,
     ahead,
     judged_series,
-    largest_logit,
     measured,
     outgrowing,
     signs,
+    widest_spread,
 )
 from qkeel.monitor.sample import Sample
 from qkeel.monitor.token_classes import MaskSource
@@ -65,8 +67,9 @@ from qkeel.patching.guards import FaultGuard
 from qkeel.patching.optimizers import StepHooks, listed, stepping, when_hooks_are_done
 from qkeel.remedies import apply
 from qkeel.remedies import parse as parse_remedies
+from qkeel.remedies.next_pass import AtNextPass
 from qkeel.remedies.optimizer_trials import innermost
-from qkeel.remedies.saved_state import has_stepped
+from qkeel.remedies.saved_state import GroupEntry
 from qkeel.sites.find import find_sites
 from qkeel.sites.site import AttentionSite
 
@@ -136,9 +139,8 @@ class Decision:
     action: Action  #: the action to take or to release
     site: str | None = None  #: name of the site; None for the whole model
     heads: tuple[int, ...] = ()  #: the heads to act on; empty for all heads
-    remedy: str = (
-        ""  #: string that specifies the remedy; "" if the action is not a remedy
-    )
+    #: string that specifies the remedy; "" if the action is not a remedy
+    remedy: str = ""
     release: bool = False  #: whether this decision ends the action
     rule: str  #: name of the rule that raised it
     forecast: Forecast | None = None  #: forecast of the largest logit, if available
@@ -252,7 +254,7 @@ RULES: tuple[Rule, ...] = (
 
 def _crossing(history: History) -> Forecast | None:
     """Forecasts when the largest logit crosses the next alarm threshold; None if it will not."""
-    top = largest_logit(history)
+    top = widest_spread(history)
     for threshold in (thresholds.CLIPS, thresholds.HARMS, thresholds.DIVERGES):
         if top is not None and top.value < threshold:
             return ahead(history, top.envelope, threshold)
@@ -509,10 +511,17 @@ class ActiveRemedies:
     refuses, the previous remedies are restored, so that no remedy remains partially applied.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        refused: Callable[[QkeelError], None],
+    ) -> None:
         self.model, self.optimizers = model, optimizers
+        # Called if a remedy that goes on after a resume is refused.
+        self._refused = refused
         self.handles: dict[str, tuple[Handle, SiteHeads]] = {}
-        # After a resume without remedies, the sites are found later, in the first measured pass.
+        # After a resume, the sites are found later, in the first pass.
         self.sites: list[AttentionSite] = []
 
     def try_all(self) -> Refusals:
@@ -564,10 +573,20 @@ class ActiveRemedies:
         """
         (remedy,) = parse_remedies(spec)
         remedy = dataclasses.replace(remedy, heads=tuple(heads_of.items()))  # type: ignore[call-arg]
-        handle = apply(
-            self.model, remedy, self.optimizers, sites=self.sites, partial=True
-        )
-        handle.load({**handle.state(), **state})
+        if self.sites:
+            handle = apply(
+                self.model, remedy, self.optimizers, sites=self.sites, partial=True
+            )
+            handle.load({**handle.state(), **state})
+        else:
+            handle = AtNextPass(
+                self.model,
+                [remedy],
+                self.optimizers,
+                partial=True,
+                refused=self._refused,
+                begins=state,
+            )
         self.handles[spec] = handle, heads_of
 
     def _refusal(self, spec: str, heads_of: SiteHeads) -> str:
@@ -594,7 +613,6 @@ class ActiveRemedies:
 
 # Steps.
 EVERY = 10
-WITH_REMEDY = (Action.CLIP, Action.RATES)
 # The fields per head that the policy reads.
 FIELDS = ("max_logit", "capped_max_logit", "logit_spread", "entropy")
 _OFF = (
@@ -602,11 +620,6 @@ _OFF = (
     "training continues"
 )
 
-_MISSING = (
-    "the autopilot starts anew: the optimizer has taken steps, and no state of the autopilot was loaded. If these steps were "
-    "taken with an autopilot, save its state_dict() with each checkpoint, and pass that to load_state_dict() before the "
-    "first step"
-)
 _OPEN_STEP = (
     "the state of the autopilot was read between two passes of one step, and it holds no numbers of the passes so far, so a "
     "training that goes on from it may decide otherwise. Save after optimizer.step()"
@@ -618,9 +631,9 @@ class Autopilot(Handle):
     """Watches a training run and carries out the decisions of its policy; created by `qkeel.autopilot`.
 
     `remove()` undoes everything and stops watching, as `close()` does at the end of training. `decisions` and `refused`
-    list what the policy decided and what sites refused; `events` lists every action, as the run's event log does. To
-    checkpoint the autopilot, save its `state_dict()`, and after loading the checkpoint pass it to `load_state_dict()`
-    before the next step.
+    list what the policy decided and what sites refused; `events` lists every action, as the run's event log does. The
+    first optimizer's checkpoints contain its state. Where a program does not save optimizers, save its `state_dict()`,
+    and after loading the checkpoint pass it to `load_state_dict()` before the next step.
 
     The policy bases its decisions on the measurements of step s and makes them when step s + 1 is complete. By then,
     the measurements have arrived from the device and from all processes, so that no waiting is needed and every process
@@ -646,23 +659,19 @@ class Autopilot(Handle):
         self.recording = Recording(planned=monitor.history.planned)
         # None until the first record.
         self.sites: tuple[SiteFacts, ...] | None = None
-        self.remedies = ActiveRemedies(monitor.model, self.optimizers)
-        self._carried: Sample | None = (
-            None  # measured before a checkpoint; the decision is made after it
-        )
+        self.remedies = ActiveRemedies(monitor.model, self.optimizers, self._give_up)
+        # Measured before a checkpoint; the decision is made after it
+        self._carried: Sample | None = None
         self._scheduled = Handle(lambda: None)
         self._guard = FaultGuard(_OFF, self._stop, forks=False)
         self._stopped = False
-        #: Whether the optimizer has steps behind it of which the autopilot has no state, until this is said.
-        self._is_state_missing = has_stepped(self.optimizers[0])
-        self._has_state = self._has_warned_of_open_step = False
-        self._loading = self.optimizers[0].register_load_state_dict_post_hook(
-            self._note_load
-        )
+        self._has_warned_of_open_step = False
         self._hooks = StepHooks(
             None, lambda o: self._guard(self._after, o), self.optimizers[0]
         )
-        super().__init__(self._take_off, state=self._state, load=self._load)
+        super().__init__(self._take_off, state=self._state, load=self._load_state)
+        # All optimizers have the entry, as any of them may get the state of a remedy while a checkpoint is read.
+        self._entry = GroupEntry(self.optimizers, "autopilot", self._pack, self._take)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Adds another optimizer of the model, before the first record.
@@ -678,6 +687,7 @@ class Autopilot(Handle):
                 "the policy has already started; pass all optimizers to the autopilot at once"
             )
         self.optimizers.append(optimizer)
+        self._entry.add(optimizer)
 
     def state_dict(self) -> State:
         """Returns the state as tensors by name, for a checkpoint."""
@@ -688,7 +698,7 @@ class Autopilot(Handle):
 
         Raises:
             InvalidValueError: the state is not that of an autopilot with this policy.
-            RefusedError: remedies were active and the sites are not known; pass a batch to the autopilot.
+            RefusedError: remedies were active that these sites refuse.
         """
         self.load(state)
 
@@ -717,22 +727,22 @@ class Autopilot(Handle):
     def _stop(self) -> None:
         self._stopped = True
         self._hooks.remove()
-        self._loading.remove()
+        self._entry.remove()
         # Hooks cannot be removed within a step; they remain, without effect, until remove() is called again.
         if not stepping():
             self._scheduled.remove()
 
-    def _note_load(self, optimizer: Optimizer) -> None:
-        self._is_state_missing = not self._has_state and has_stepped(optimizer)
+    def _give_up(self, error: QkeelError) -> None:
+        def fail() -> None:
+            raise error
+
+        self._guard(fail)
 
     def _after(self, optimizer: Optimizer) -> None:
         """Called by a hook after a step of the first optimizer."""
         self._scheduled.remove()
         if self._stopped or not self.monitor.active:
             return
-        if self._is_state_missing:
-            self._is_state_missing = False
-            caution(_MISSING)
         # The first record is handled without lag, so that a checkpoint right after it contains the sites.
         sample = self._next_sample(lag=0 if self.sites is None else 1)
         if sample is not None:
@@ -873,8 +883,25 @@ class Autopilot(Handle):
             name: torch.from_numpy(x.copy()) for name, x in arrays.items()
         }
 
-    def _load(self, state: State) -> None:
-        if self.sites is not None:
+    def _pack(self) -> str:
+        """The state as text, which every checkpoint keeps as one object."""
+        return base64.b64encode(safetensors.torch.save(self._state())).decode()
+
+    def _take(self, packed: object) -> bool:
+        """Continues from a state in the optimizer's checkpoint; returns False if there is none."""
+        if not isinstance(packed, str):
+            return False
+        # An optimizer may load what it has just returned.
+        if packed != self._pack():
+            self._restore(safetensors.torch.load(base64.b64decode(packed)))
+        return True
+
+    def _load_state(self, state: State) -> None:
+        self._restore(state)
+        self._entry.is_known()
+
+    def _restore(self, state: State) -> None:
+        if self.monitor.sample_before(sys.maxsize) is not None:
             raise InvalidValueError(
                 "training has already begun; load the state of an autopilot right after creating it"
             )
@@ -895,19 +922,16 @@ class Autopilot(Handle):
         if begun:
             self._resume(facts, state)
         self.monitor.load(under("monitor/", state))
-        self._has_state, self._is_state_missing = True, False
 
     def _resume(self, facts: Row, state: State) -> None:
         decisions = [Decision.of(row) for row in facts["decisions"]]
         refused = [Refused(**row) for row in facts["refused"]]
         active = active_actions(decisions, refused)
-        # Without a first training pass, sites are found with a batch, which not every caller has: only remedies ask
-        # for them.
-        needs_sites = any(action in WITH_REMEDY for action, _ in active)
-        self._start(
-            [SiteFacts(**row) for row in facts["sites"]],
-            self._known_sites() if needs_sites else [],
-        )
+        sites = list(self.monitor.sites)
+        # With a batch, what was active is active at once; without, when the next pass has shown the sites.
+        if not sites and self.batch is not None:
+            sites = list(find_sites(self.monitor.model, self.batch))
+        self._start([SiteFacts(**row) for row in facts["sites"]], sites)
         self.decisions, self.refused = decisions, refused
         coming, history = (
             {name: np.asarray(x) for name, x in under(head, state).items()}
@@ -929,22 +953,6 @@ class Autopilot(Handle):
         except QkeelError:
             self.remedies.remove()
             raise
-
-    def _known_sites(self) -> list[AttentionSite]:
-        """Returns the sites if they are known without a training pass.
-
-        Raises:
-            RefusedError: the sites are not known.
-        """
-        if self.monitor.sites:
-            return list(self.monitor.sites)
-        try:
-            return list(find_sites(self.monitor.model, self.batch))
-        except RefusedError as error:
-            raise RefusedError(
-                "expected a batch to restore the remedies that were active or decided: pass batch=batch to "
-                "the autopilot or the callback, with a batch that the model accepts"
-            ) from error
 
 
 @accepts_earlier_calls()
@@ -971,7 +979,7 @@ def autopilot(
         sinks: where records and events are written; see `qkeel.watch`.
         every: at which steps the run is measured while there is no problem; see `qkeel.watch`.
         query_mask: which query rows count; see `qkeel.watch`.
-        batch: an input that the model accepts; needed to resume with active remedies.
+        batch: an input that the model accepts, in which attention is found at once, and not in the first pass.
 
     Returns:
         The Autopilot, a context manager with `events`, `decisions`, `state_dict()`, `load_state_dict()` and `close()`;

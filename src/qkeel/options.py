@@ -1,4 +1,7 @@
-"""Options by name: tables of classes, and the check of their values."""
+"""Options by name: tables of classes, spec strings such as "qk_clip:threshold=15", and the check of their values.
+
+`remedies.table` makes remedies of what `parse` reads, `spec.presets` specs of attention.
+"""
 
 from __future__ import annotations  # pyright: ignore[reportAssignmentType]
 

@@ -202,7 +202,9 @@ def test_what_only_some_architectures_have_is_found():
     (deepseek,) = sites_of("DeepseekV3")
     latent = "8 from kv_b_proj + 4 from kv_a_proj_with_mqa, one key for all heads"
     assert latent in deepseek.latent
-    assert sites_of("Swinv2")[0].scale_parameter == "logit_scale"
+    swin = sites_of("Swinv2")[0]
+    assert swin.scale_parameter == "logit_scale"
+    assert any("(learned: logit_scale)" in line for line in swin.lines())
     t5 = sites_of("T5")
     assert [site.bias for site in t5] == [True, True, False]
     assert [site.visible[:5] for site in t5] == ["every", "keys ", "every"]
@@ -285,6 +287,14 @@ def test_a_hand_written_recipe_is_found_or_unknown(step, norm):
     assert (site.rotation is not None) == ("RoPE" in norm[-1])
     expected = 3.0 if norm[0] == "none" else 1.0
     assert site.query.factor == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("side", ["q_norm", "k_norm"])
+def test_a_rotation_of_one_side_alone_is_unknown(side):
+    model = hand_written(lambda x, norm: x)
+    model[0].step = lambda x, norm: rope(x) if norm is getattr(model[0], side) else x
+    (site,) = qkeel.explain(model, torch.randn(2, 12, 32)).sites
+    assert site.unknown == ("only one of q and k changes with position",)
 
 
 def test_a_norm_without_a_stated_eps_is_found_beside_tokens_that_are_zero():

@@ -424,17 +424,19 @@ def test_a_model_that_passes_nothing_on_is_not_called_healthy(weights):
     """A new model whose head or whose attention's output projection is zero hides any leak."""
 
     class New(nn.Module):
-        def __init__(self):
+        def __init__(self, mask):
             super().__init__()
             self.embed = nn.Embedding(VOCABULARY, WIDTH)
-            self.attention = SelfAttention(everything, fused=True)
+            self.attention = SelfAttention(mask, fused=True)
             self.out, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5)
 
         def forward(self, tokens):
             x = self.embed(tokens)
-            return self.head(x + self.out(self.attention(x)))
+            # An output of a token alone says nothing of the other one.
+            return {"embedded": x, "logits": self.head(x + self.out(self.attention(x)))}
 
-    model, tokens = New(), torch.randint(VOCABULARY, (2, 9))
+    model, tokens = New(everything), torch.randint(VOCABULARY, (2, 9))
+    assert qkeel.check(New(causal), tokens, sees="causal").status is Status.HEALTHY
     assert qkeel.check(model, tokens, sees="causal").status is Status.NOT_HEALTHY
     nn.init.zeros_(getattr(model, weights).weight)
     assert qkeel.check(model, tokens, sees="causal").status is Status.NOT_KNOWN

@@ -1,7 +1,5 @@
 """Every benchmark runs at toy size, so that none rots. No test here looks at a time."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -65,7 +63,7 @@ def test_a_benchmark_runs_at_toy_size(
 def test_a_benchmark_restarts_itself_steady_and_an_import_restarts_nothing(
     monkeypatch,
 ):
-    started: list[list[str]] = []
+    started = []
     monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     importlib.reload(benchmarks)

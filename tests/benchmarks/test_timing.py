@@ -1,7 +1,5 @@
 """The timing of all benchmarks: turns, ratios, and a process that starts again with fixed settings."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -10,7 +8,7 @@ from benchmarks.timing import MALLOC, interleave, processor_ms, settle
 
 
 def test_every_case_is_called_once_a_round_in_an_order_that_turns_round():
-    called: list[str] = []
+    called = []
     cases = {name: (lambda name=name: called.append(name)) for name in "abc"}
     interleave(cases, "a", rounds=2, calls=2, warmup=1)
     assert "".join(called) == "abc" + "aabbcc" + "ccbbaa"
@@ -45,7 +43,7 @@ def test_the_clock_of_a_processor_counts_per_call(
 def test_a_process_starts_again_by_its_own_command_unless_its_settings_are_fixed(
     monkeypatch,
 ):
-    started: list[list[str]] = []
+    started = []
     monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "some.module", "--toy"])
     for name, value in {**MALLOC, "OMP_NUM_THREADS": "3"}.items():

@@ -78,7 +78,9 @@ def test_a_weight_that_is_not_finite_is_exit_code_1(checkpoint, asked):
         },
         checkpoint / "model.safetensors",
     )
-    assert asked("scan", checkpoint, "--n-heads", 2)[0] == 1
+    code, text, _ = asked("scan", checkpoint, "--n-heads", 2)
+    assert code == 1
+    assert "layers.0.self_attn.q_proj.weight has 64 NaN or infinite" in text
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import torch
 from tests.quick import one_in
 from torch.testing import assert_close
 
-from qkeel.capture.calls import scores_stats
 from qkeel.functional.class_statistics import TokenClasses, merge_classes, norm_ratio
 from qkeel.kernels import statistics
 from qkeel.kernels.statistics import logit_stats
@@ -99,9 +98,9 @@ def test_hand_written_attention_gives_the_same(name):
         split = classed(call, i)
         written = dataclasses.replace(by_hand(call), classes=split.classes)
         classes = logit_stats(split).classes
-        same(scores_stats(written).classes, classes.tensors(), case)
+        same(logit_stats(written).classes, classes.tensors(), case)
         unknown = dataclasses.replace(written, q=None, k=None)
-        alone = scores_stats(unknown).classes
+        alone = logit_stats(unknown).classes
         assert not alone.n_normed.any()
         assert not alone.n_keys.any()
         assert_close(alone.mass, classes.mass)

@@ -1,13 +1,11 @@
 """Kinds of faults from public reports (experiments/notes/reports.md), drawn by a seed, each with a healthy twin."""
 
-from __future__ import annotations
-
 import random
 import types
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 
@@ -40,7 +38,7 @@ class Model(nn.Module):
             [Attention(heads, groups or heads, compute) for _ in range(2)]
         )
         self.config = types.SimpleNamespace(num_attention_heads=heads)
-        self.attention_mask: Tensor | None = None
+        self.attention_mask = None
 
     def forward(self, x, attention_mask=None):
         self.attention_mask = attention_mask

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from qkeel import preset
-from qkeel.capture.calls import ScoresCall, scores_change
+from qkeel.capture.calls import ScoresCall
 from qkeel.errors import RefusedError, ShapeError
-from qkeel.kernels.statistics import logit_change
+from qkeel.kernels.statistics import logit_change, score_change
 from qkeel.reference import attend_call
 from qkeel.spec import AttentionSpec, Learned, NoPosition
 from qkeel.spec.call import make_call, with_query_mask
@@ -57,7 +57,7 @@ def written_out(call):
     logits = attend_call(call).logits
     hidden = logits == -torch.inf
     scores = {"logits": logits, "capped": logits.masked_fill(hidden, 0.0)}
-    return ScoresCall(spec=call.spec, **scores, hidden=hidden, q=None, k=None)
+    return ScoresCall(spec=call.spec, **scores, mask=~hidden, q=None, k=None)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -67,12 +67,12 @@ def test_the_change_over_visible_pairs_is_that_of_the_whole_matrices(name, mask)
     scores = written_out(before), written_out(after)
     counted = torch.arange(18).view(2, 9) % 3 > 0
     check(logit_change(before, after), before, after)
-    check(scores_change(*scores), before, after)
+    check(score_change(*scores), before, after)
     for rows in (counted, torch.zeros_like(counted)):
         masked = with_query_mask(after, rows)
         check(logit_change(before, masked), before, masked)
         by_hand = with_query_mask(scores[1], rows)
-        check(scores_change(scores[0], by_hand), before, masked)
+        check(score_change(scores[0], by_hand), before, masked)
 
 
 def test_what_a_learned_scale_and_a_moving_bias_do_is_in_the_change():

@@ -1,9 +1,6 @@
 """Kernels and statistics on a CUDA device, against the float64 oracle on the CPU."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +27,7 @@ SPECS = {
     "sink": AttentionSpec(normalizer=Sink()),
 }
 B, H, G, T, S, D = 2, 4, 2, 33, 48, 64
-MASKS: dict[str, dict[str, Any]] = {
+MASKS = {
     "causal": {},
     "full": {"causal": False},
     "padding": {"mask": (torch.arange(S) >= torch.tensor([[0], [9]]))[:, None, None]},

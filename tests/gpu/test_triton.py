@@ -1,9 +1,6 @@
 """The Triton kernels on a CUDA device: the matrix of the interpreter's tests and more, against float64 on the CPU."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -47,7 +44,7 @@ STEPPED = [
 ]
 
 
-STATISTICS: dict[str, tuple[AttentionSpec, dict[str, Any]]] = {
+STATISTICS = {
     "window": (AttentionSpec(position=SlidingWindow(window=70)), {}),
     "rows left out": (AttentionSpec(), {"left out": True}),
     "causal": (AttentionSpec(), {}),
@@ -132,7 +129,7 @@ def test_norm_and_rotation_of_every_norm_length_and_layout(norm):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_x_made_anew_from_the_result(dtype, monkeypatch):
     monkeypatch.setattr(encode, "_keeps", lambda x, gain: False)
-    gains: Any = ["none", "dim", "head_dim"] if dtype == torch.float32 else ["none"]
+    gains = ["none", "dim", "head_dim"] if dtype == torch.float32 else ["none"]
     norms = [kind(gain=gain) for gain in gains for kind in (RMSNorm, LayerNorm)]
     for norm in (*norms, L2Norm()):
         check(case_of(norm, Rope(), 129, 128, dtype, 0), f"{norm}, {dtype}", DEVICE)

@@ -1,9 +1,6 @@
 """Models of others on a CUDA device: watched, remedied and audited there as on the CPU."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -42,7 +39,7 @@ def from_transformers(name):
     )(getattr(transformers, f"{name}Config")(**sizes))
 
 
-MODELS: dict[str, Any] = {"plain": plain} | {
+MODELS = {"plain": plain} | {
     name: lambda name=name: from_transformers(name)
     for name in ("GPT2", "Llama", "Qwen3")
 }
@@ -136,7 +133,7 @@ def test_a_remedy_does_on_a_gpu_what_it_does_on_a_cpu(name, remedy):
     text = {"qk_clip": "qk_clip:threshold=1", "softcap": "softcap:cap=5"}.get(
         remedy, remedy
     )
-    results: list[Any] = []
+    results = []
     for device in ("cuda", "cpu"):
         model, optimizer, tokens = made(name, device)
         try:

@@ -177,23 +177,6 @@ def test_a_remedy_stays_with_its_optimizers_and_is_applied_to_new_ones(made):
     assert callback.handle.active
 
 
-def test_an_autopilots_state_is_in_the_checkpoint_and_goes_into_the_next_fit_alone(
-    made,
-):
-    options = {"every": 1, "autopilot": "ladder:threshold=0.01,patience=1"}
-    callback, module = made(**options), Module("net")
-    assert callback.state_dict() == {}
-    Trainer().fit(module, callback)
-    state = callback.state_dict()
-    assert callback.pilot.decisions
-    resumed = made(**options, batch=batch(0))
-    resumed.load_state_dict(state)
-    for goes_on in (True, False):
-        Trainer().start(Module("net"), resumed)
-        assert bool(resumed.pilot.decisions) is goes_on
-        resumed.close(complete=True)
-
-
 def test_a_sink_that_the_trainer_has_itself_is_left_out(tmp_path, caplog):
     kept = [tmp_path / "tensorboard", "csv:path=x"]
     sinks = ["tensorboard:directory=y", *kept, qkeel.integrations.sink("wandb")]

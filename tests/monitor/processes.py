@@ -252,9 +252,7 @@ FAST = (
     a_process_with_nothing_to_add_takes_part,
     one_process_closes,
     a_process_without_attention_takes_part,
+    models_that_are_trained_apart_are_recorded_apart,
     a_process_that_is_not_watched_makes_nobody_wait,  # last: from here on their monitors are numbered differently
 )
-SLOW = (
-    unlike_sites_switch_all_off,
-    models_that_are_trained_apart_are_recorded_apart,
-)
+SLOW = (unlike_sites_switch_all_off,)

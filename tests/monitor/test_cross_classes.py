@@ -63,8 +63,7 @@ def test_weight_on_padding_is_that_of_float64_or_the_pair_is_asked_for(
     # The shape that came is right for the keys, so another is not asked for.
     assert f"[2 {s}]" not in caught[-1]
     # What is proposed is right when it is typed.
-    (said,) = re.findall(r"monitor\.(Classes\(\(.*\)), names=", caught[-1])
-    line = f"{said}, names=NAMES)"
+    (line,) = re.findall(r"classes=(.*), or a function", caught[-1])
     proposed = eval(line, {**globals(), "classes_of_keys": of_keys})
     with qkeel.watch(model, classes=proposed) as monitor:
         model(x, text, present).sum().backward()

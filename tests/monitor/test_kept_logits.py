@@ -1,7 +1,5 @@
 """An alarm says what its line would do to the head, and that is what the line does when it is typed."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -112,8 +112,18 @@ def test_what_cannot_be_watched_as_one_is_said_and_nothing_is_left():
         ([model, model], {}, InvalidValueError, "'0' inside '1'"),
         ([model, model.blocks], {}, InvalidValueError, "'1' inside '0'"),
         ([model, 3], {}, InvalidTypeError, "Module to watch as '1', got int"),
-        ({"a.b": model}, {}, InvalidValueError, "model names made of letters"),
-        ({"keys": model}, {}, InvalidValueError, "and not the name of a method"),
+        (
+            {"a": other, "a.b": model},
+            {},
+            InvalidValueError,
+            "model names made of letters",
+        ),
+        (
+            {"a": other, "keys": model},
+            {},
+            InvalidValueError,
+            "and not the name of a method",
+        ),
         ([model, other], {"probe_batch": batch(0)}, RefusedError, "of one model"),
         (
             [model, other],

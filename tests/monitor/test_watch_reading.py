@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from tests.attention import Attention, later, to_heads, written
+from tests.attention import Attention, later, written
 from tests.contract.watch.small import batch, hooks, small
-from tests.contract.watch.test_bad_input import Plain
 from tests.training import adamw, sgd
 from torch import nn
 from torch.testing import assert_close
@@ -281,51 +280,3 @@ def test_the_maxima_alone_are_those_of_everything_and_nothing_else_is_recorded(
         values = [found[stats][0][name] for stats in ("max", True)]
         assert_allclose(*values, rtol=1e-5, atol=1e-6)
     assert_allclose(found["max"][1], found[True][1], rtol=1e-5, atol=1e-6)
-
-
-class Quantised(torch.Tensor):
-    """A weight that only a linear layer can use, as torchao's float8 weights are: every other operator is refused."""
-
-    @staticmethod
-    def __new__(cls, codes, scale):
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
-
-    def __init__(self, codes, scale):
-        self.codes, self.scale = codes, scale
-
-    def __tensor_flatten__(self):
-        return ["codes", "scale"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner, context, size, stride):
-        return cls(**inner)
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is nn.functional.linear:
-            x, weight, *bias = args
-            return func(x, weight.codes * weight.scale, *bias)
-        return super().__torch_function__(func, types, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args, kwargs=None):
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].codes, args[0].scale)
-        raise NotImplementedError(f"Quantised: {func}")
-
-
-def test_statistics_need_no_operator_of_quantised_weights(recwarn):
-    torch.manual_seed(0)
-    model = Plain()
-    codes = torch.randint(-8, 8, model.qkv.weight.shape).float()
-    weight = Quantised(codes, torch.tensor(0.1))
-    model.qkv.weight = nn.Parameter(weight, requires_grad=False)
-    optimizer = torch.optim.SGD([model.qkv.bias], 0.1)
-    monitor = watch(model, optimizer, every=1)
-    x = torch.randn(2, 5, 16)
-    q, k, _ = (to_heads(y, 4, 4) for y in model.qkv(x).chunk(3, 2))
-    model(x).square().mean().backward()
-    optimizer.step()
-    assert not recwarn.list
-    largest = (q @ k.mT).amax((0, 2, 3)).tolist()
-    assert monitor.sample.heads["max_logit"][0] == pytest.approx(largest, rel=1e-5)

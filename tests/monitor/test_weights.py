@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, prune
 
 import qkeel
 from qkeel.errors import InvalidValueError, QkeelWarning
-from qkeel.nn import MLA, Attention, Decoder, DecoderConfig
+from qkeel.nn import GAU, MLA, Attention, Decoder, DecoderConfig
 from qkeel.nn.mla import LatentSizes
 from qkeel.spec import AttentionSpec, RMSNorm
 
@@ -59,6 +59,14 @@ def dense_mla(model):
         rope = torch.cat([torch.zeros(H, 4, 9, dtype=torch.float64), rope], -1)
     up = [heads(w.weight, H) @ down_q for w in (model.q_up, model.q_rope)]
     return torch.cat(up, 1), torch.cat([heads(model.k_up.weight, H) @ down_k, rope], 1)
+
+
+def dense_gau(model):
+    """The gain of each side multiplies the rows of the weight that both have."""
+    rows = model.qk_proj.z_proj.weight.detach()
+    gains = model.qk_proj.q_gain, model.qk_proj.k_gain
+    q, k = (gain.detach()[:, None] * rows for gain in gains)
+    return q[None], k[None]
 
 
 def gpt2():
@@ -110,6 +118,7 @@ KINDS = {
     "one key head": (lambda: Attention(WIDTH, H, 1, head_dim=4), dense_attention, X),
     "fused, columns": (gpt2, dense_gpt2, IDS),
     "fused, interleaved": (neox, dense_neox, IDS),
+    "gau": (lambda: GAU(WIDTH, size=6), dense_gau, X),
     "mla": (lambda: MLA(WIDTH, H, sizes=SIZES), dense_mla, X),
     "mla, latents normed": (
         lambda: MLA(WIDTH, H, sizes=SIZES, latent_norm=True),
@@ -157,7 +166,7 @@ def test_a_steps_weights_are_those_of_the_dense_products(kind):
         return  # its weights have norms without their gains
     spectral = torch.linalg.matrix_norm(q.mT @ k, 2)
     assert_allclose(found["qk_spectral_norm"], spectral, rtol=1e-6)
-    if "mla" not in kind:
+    if kind not in ("gau", "mla", "mla, latents normed"):
         for name, new, old in (("query", new_q, q), ("key", new_k, k)):
             size, moved = old.flatten(1).norm(dim=1), (new - old).flatten(1).norm(dim=1)
             assert_allclose(found[f"{name}_weight_norm"], size, rtol=1e-6)

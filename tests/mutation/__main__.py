@@ -8,8 +8,6 @@ where none does. Each runs in a forked process that finds torch and pytest impor
 with the tests of that checkout: the state before a change.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -1,7 +1,5 @@
 """Which tests execute a line, and in how many seconds: what a mutant of that line is run against."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -21,13 +19,14 @@ from .targets import ROOMS, is_direct, test_files
 
 # So many tests are run alone first: they are soon imported.
 FIRST = 10
-# The processes that a test starts leave a file each when they end.
+# The processes that a test starts leave a file each when they end; those of a group end by os._exit.
 SETTINGS = """[run]
 include = {include}
 parallel = True
 concurrency = thread,multiprocessing
 data_file = {folder}/data
 sigterm = True
+patch = _exit
 """
 
 
@@ -44,7 +43,7 @@ class Tracer:
             output,
             output.with_suffix(".partial"),
         )
-        self._outcomes: dict[str, str] = {}
+        self._outcomes = {}
 
     def pytest_collection_finish(self, session):
         self._partial.touch()
@@ -72,7 +71,7 @@ class Tracer:
         finally:
             seconds = round(sum(os.times()[:4]) - start, 3)
             self._coverage.switch_context("")
-            lines: dict[str, set[int]] = defaultdict(set)
+            lines = defaultdict(set)
             data = self._coverage.get_data()
             data.set_query_context(item.nodeid)
             _add(lines, data)
@@ -125,7 +124,7 @@ class Lines:
 
     def __init__(self, root, room, folder):
         self._root = root
-        self.tests: dict[str, tuple[float, dict[str, list[int]]]] = {}
+        self.tests = {}
         folder.mkdir(parents=True, exist_ok=True)
         files = test_files(root, room)
         for name in sorted({Path(test).parent.parts[1:2] for test in files}):
@@ -162,8 +161,8 @@ class Lines:
         """
         file = self._root / mutant.path
         span = _span(file.read_text(encoding="utf-8"), mutant.line)
-        ranks: dict[str, tuple[int, bool, bool, float]] = {}
-        times: Counter[str] = Counter()
+        ranks = {}
+        times = Counter()
         for test in sorted(self.tests, key=lambda test: self.tests[test][0]):
             seconds, by_file = self.tests[test]
             lines, function = by_file.get(str(file), []), test.partition("[")[0]

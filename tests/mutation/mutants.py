@@ -7,7 +7,7 @@ import copy
 import hashlib
 from dataclasses import dataclass
 
-OPPOSITES: dict[type[ast.AST], type[ast.AST]] = {
+OPPOSITES = {
     ast.Add: ast.Sub,
     ast.Mult: ast.Div,
     ast.BitAnd: ast.BitOr,
@@ -68,8 +68,8 @@ class Mutant:
 
 def mutants(path, source):
     """Returns every mutant of a file. Texts, annotations, imports and errors stay as they are."""
-    found: list[Mutant] = []
-    seen: dict[str, int] = {}
+    found = []
+    seen = {}
     for number, (function, statement, node, changed) in enumerate(
         _changes(ast.parse(source))
     ):
@@ -80,7 +80,7 @@ def mutants(path, source):
         change = (
             f"{_short(before)} -> {_short(after) if after != 'pass' else 'deleted'}"
         )
-        line: int = node.lineno  # type: ignore[attr-defined]
+        line = node.lineno  # type: ignore[attr-defined]
         found.append(
             Mutant(
                 path=path,

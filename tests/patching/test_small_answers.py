@@ -1,12 +1,16 @@
 """What the doors to torch's private parts answer in the simplest cases."""
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn import functional
 
 from qkeel.patching.autograd import saved_factor
 from qkeel.patching.module_tables import gradient_hooks, put_hooks, remove_hooks
+from qkeel.patching.sharded_models import _parameter_groups, shard_alike
 from qkeel.patching.torch_state import transformed_now, with_tangents
 
 
@@ -51,3 +55,27 @@ def test_hooks_of_ours_come_before_those_of_the_program():
     remove_hooks(hooks)
     layer(torch.randn(1, 4))
     assert order == ["before", "program", "after", "program"]
+
+
+def test_a_new_part_is_sharded_as_its_neighbour_where_fully_shard_takes_it():
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model, norm = fully_shard(nn.Linear(4, 4)), nn.LayerNorm(4)
+        model.set_gradient_divide_factor(3.0)
+        shard_alike(model, norm, model.weight)
+        (group,) = _parameter_groups(norm)
+        assert group.gradient_divide_factor == 3.0
+        # Scalars cannot be split, and tensor parallelism splits without fully_shard.
+        scalar = nn.ParameterList([torch.tensor(1.0)])
+        mesh = init_device_mesh("cpu", (1,))
+        elsewhere = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
+        for part, near in (
+            (scalar, model.weight),
+            (nn.Identity(), model.weight),
+            (nn.LayerNorm(4), elsewhere),
+        ):
+            shard_alike(model, part, near)
+            assert not isinstance(part, FSDPModule)
+    finally:
+        distributed.destroy_process_group()

@@ -150,7 +150,7 @@ def test_transformers_loads_what_was_written_with_identical_outputs(case, tmp_pa
 def test_files_are_cut_where_they_would_be_too_large_and_old_configs_are_understood(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(export_model, "SHARD", 6000)
+    monkeypatch.setattr(export_model, "SHARD_BYTES", 6000)
     model, weights, config = before("llama")
     for name in ("rope_parameters", "head_dim", "tie_word_embeddings"):
         config.pop(name, None)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import qkeel
@@ -17,18 +17,18 @@ SIZE = WIDTH // HEADS
 class HandNorm(nn.Module):
     """An RMS norm as people write it, with a gain of 1 + w."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         super().__init__()
         self.w = nn.Parameter(torch.randn(size))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + self.w)
 
 
 class Between(nn.Module):
     """What changes q or k [b t h d] after its projection, by name."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind = kind
         shape = {
@@ -58,7 +58,7 @@ class Between(nn.Module):
         if kind in modules:
             self.inner = modules[kind]()
 
-    def forward(self, q: Tensor, x: Tensor) -> Tensor:
+    def forward(self, q, x):
         flat, t = q.flatten(2), q.shape[1]
         match self.kind:
             case "added":
@@ -100,7 +100,7 @@ class Between(nn.Module):
 class Projection(nn.Module):
     """What makes q or k [b t h·d] of x."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind = kind
         self.last = nn.Linear(
@@ -112,7 +112,7 @@ class Projection(nn.Module):
         if kind == "weight norm":
             self.g = nn.Parameter(torch.rand(WIDTH, 1) + 0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.kind in ("two", "normed", "mlp"):
             x = self.norm(self.first(x))
             x = F.gelu(x) if self.kind == "mlp" else x
@@ -125,7 +125,7 @@ class Projection(nn.Module):
 class Layer(nn.Module):
     """An attention layer that shows q and k of its last pass."""
 
-    def __init__(self, draw: random.Random) -> None:
+    def __init__(self, draw):
         super().__init__()
         self.fused = draw.choice(["", "", "", "bare", "bias", "added", "multiplied"])
         kinds = ["plain", "plain", "bare", "two", "normed", "mlp", "weight norm"]
@@ -153,7 +153,7 @@ class Layer(nn.Module):
             self.after_k = self.after_q
         self.out = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.fused:
             qkv = self.qkv(x)
             if self.fused == "added":
@@ -173,7 +173,7 @@ class Layer(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
-    def __str__(self) -> str:
+    def __str__(self):
         made = [self.fused] if self.fused else [self.q.kind, self.k.kind]
         return (
             f"{made} {[a.kind for a in self.after_q]} {[a.kind for a in self.after_k]}"
@@ -181,12 +181,12 @@ class Layer(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, draw: random.Random) -> None:
+    def __init__(self, draw):
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(WIDTH), Layer(draw)
         self.mlp = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + self.attention(self.norm(x))
         return x + self.mlp(x).tanh()
 
@@ -213,7 +213,7 @@ BETWEEN = (
 )
 
 
-def outcome(seed: int) -> str:
+def outcome(seed):
     """Whether any step changes q·k as a function of the layer's input; "" if none does."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -236,7 +236,7 @@ def outcome(seed: int) -> str:
     longer = torch.randn(3, 2 * TOKENS, WIDTH, dtype=torch.float64)
     layers = [block.attention for block in model]
 
-    def shown() -> list[tuple[Tensor, Tensor]]:
+    def shown():
         states = [{n: b.clone() for n, b in y.named_buffers()} for y in layers]
         for layer in layers:
             layer(longer)
@@ -262,12 +262,12 @@ def outcome(seed: int) -> str:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_step_changes_the_product(seed: int) -> None:
+def test_no_step_changes_the_product(seed):
     found = outcome(seed)
     assert not found or found.startswith("refused")
 
 
-def test_a_bias_in_an_optimizer_that_was_not_passed_is_refused() -> None:
+def test_a_bias_in_an_optimizer_that_was_not_passed_is_refused():
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True))
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim < 2]

@@ -9,7 +9,7 @@ from tests.drawing import randn
 from tests.training import sgd
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.testing import assert_close
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -17,7 +17,7 @@ import qkeel
 from qkeel.errors import RefusedError
 from qkeel.functional.bounds import spectral_norm
 from qkeel.remedies.base import Target
-from qkeel.remedies.head_weights import HeadNorms, HeadWeights
+from qkeel.remedies.head_weights import HeadNorms, HeadWeights, check_weights
 from qkeel.remedies.shared_maxima import SharedMaxima
 from qkeel.sites import HeadSlice, find_sites
 
@@ -101,6 +101,17 @@ def test_what_cannot_be_done_with_a_part_or_a_quantised_weight_is_refused():
             RefusedError, match=r"rows is split .* spectral norm cannot"
         ):
             HeadNorms([PLAIN, ROWS], [WHOLE, split], spectral_norm)
+        model = attention()
+        target = Target(model=model, optimizer=None, sites=find_sites(model))
+        terms = DTensor.from_local(
+            model.q_proj.weight.detach(),
+            init_device_mesh("cpu", (2,)),
+            [Partial()],
+            run_check=False,
+        )
+        model.q_proj.weight = torch.nn.Parameter(terms)
+        with pytest.raises(RefusedError, match="no process holds a block of it"):
+            check_weights(target, "lalr", per_head=True)
     HeadNorms([PLAIN], [WHOLE], spectral_norm)
     model = attention()
     sites = find_sites(model)

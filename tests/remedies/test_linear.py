@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from tests.each_row import each_row
-from tests.training import sgd
+from tests.training import adamw
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import qkeel
@@ -165,14 +165,15 @@ def test_optimizers_of_anybodys_are_probed_by_their_own_step(kind, reason):
             qkeel.apply(model, "lalr", optimizer)
 
 
+@pytest.mark.parametrize("remedy", ["lalr", "qk_weight_decay", "spectral_cap"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_weights_are_refused(dtype):
+def test_low_precision_weights_are_refused(dtype, remedy):
     model = attention(dtype)
     with pytest.raises(
         RefusedError,
         match=f"which {dtype} weights round away .q_proj.weight.; keep float32",
     ):
-        qkeel.apply(model, "lalr", sgd(model))
+        qkeel.apply(model, remedy, adamw(model))
 
 
 @pytest.mark.parametrize("remedy", ["lalr", "qk_lr", "qk_clip"])

@@ -155,6 +155,15 @@ def test_a_norm_whose_operators_show_none_is_known_as_one_all_the_same():
             qkeel.apply(model, ["qk_norm:kind=mine", "qk_clip"], optimizer, batch=X)
 
 
+def test_the_norm_is_of_heads_whatever_axes_are_in_front():
+    model = Hand("linear").double()
+    x = X.unflatten(1, (2, 3))
+    expected = [y.unflatten(-1, (4, 4)) for y in (model.q(x), model.q(x[0, 0]))]
+    qkeel.apply(model, "qk_norm", batch=X)
+    for y, before in zip((model.q(x), model.q(x[0, 0])), expected):
+        assert_close(y, RMSNorm().normalise(before).flatten(-2))
+
+
 def test_under_autocast_the_norm_is_taken_in_float32():
     model = Hand("linear", "sdpa")
     qkeel.apply(model, "qk_norm", batch=X.float())

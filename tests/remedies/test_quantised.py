@@ -30,7 +30,7 @@ REMEDIES = (
 class FakeQuantised(nn.Linear):
     """A layer whose weight is rounded to a grid of 8 bits a row in each pass, with gradients passed straight through."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         step = self.weight.detach().abs().amax(1, keepdim=True) / 127
         rounded = (
             self.weight + ((self.weight / step).round() * step - self.weight).detach()
@@ -42,10 +42,10 @@ class Hidden(Tensor):
     """A tensor that supports one product and nothing else, as activations in 8-bit floats do."""
 
     @staticmethod
-    def __new__(cls, values: Tensor) -> "Hidden":
+    def __new__(cls, values):
         return Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values):
         self.values = values
 
     def __tensor_flatten__(self):
@@ -68,12 +68,12 @@ class HiddenProduct(torch.autograd.Function):
     """x Wᵀ of hidden tensors."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
         return torch.mm(Hidden(x), Hidden(weight.mT))
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         return grad @ weight, grad.mT @ x
 
@@ -81,7 +81,7 @@ class HiddenProduct(torch.autograd.Function):
 class EightBit(nn.Linear):
     """A layer that multiplies in numbers of its own, inside an autograd.Function."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         out = HiddenProduct.apply(x.flatten(0, -2), self.weight)
         return out.unflatten(0, x.shape[:-1])
 
@@ -90,10 +90,10 @@ class Stored(Tensor):
     """A weight stored as int8 with one scale a row, which is multiplied as what it stands for and cannot be written."""
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor) -> "Stored":
+    def __new__(cls, codes, scale):
         return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
 
-    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+    def __init__(self, codes, scale):
         self.codes, self.scale = codes, scale
 
     def __tensor_flatten__(self):
@@ -119,14 +119,14 @@ class Stored(Tensor):
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.k, self.v, self.o = (
             nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
         )
-        self.calls: list[tuple[Tensor, Tensor]] = []
+        self.calls = []
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (
             m(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
             for m in (self.q, self.k, self.v)
@@ -136,18 +136,18 @@ class Attention(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(Attention() for _ in range(2))
         self.head = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = x + layer(F.layer_norm(x, (WIDTH,)))
         return self.head(x)
 
 
-def converted(model: Net, kind: str) -> None:
+def converted(model, kind):
     """Exchanges the layers of attention, as libraries for training in few bits do: the new ones hold the old weights."""
     if kind.startswith("torchao"):
         converted_by_torchao(model, kind)
@@ -165,12 +165,12 @@ def converted(model: Net, kind: str) -> None:
                 setattr(attention, name, new)
 
 
-def converted_by_torchao(model: Net, kind: str) -> None:
+def converted_by_torchao(model, kind):
     import torchao.quantization as library
     from torchao import float8
     from torchao.quantization import qat
 
-    def is_of_attention(module: nn.Module, name: str) -> bool:
+    def is_of_attention(module, name):
         return isinstance(module, nn.Linear) and name.startswith("layers.")
 
     if kind == "torchao float8":
@@ -190,7 +190,7 @@ def converted_by_torchao(model: Net, kind: str) -> None:
     library.quantize_(model, config, filter_fn=is_of_attention)
 
 
-def largest(model: Net, x: Tensor) -> Tensor:
+def largest(model, x):
     """The largest logits [layers, heads] of a pass, from q and k as attention gets them, in float64."""
     tops = []
     shown = F.scaled_dot_product_attention
@@ -207,12 +207,12 @@ def largest(model: Net, x: Tensor) -> Tensor:
     return torch.stack(tops)
 
 
-def batches() -> list[Tensor]:
+def batches():
     generator = torch.Generator().manual_seed(0)
     return [2 * torch.randn(2, TOKENS, WIDTH, generator=generator) for _ in range(3)]
 
 
-def made(kind: str) -> Net:
+def made(kind):
     torch.manual_seed(0)
     model = Net()
     with torch.no_grad():
@@ -224,7 +224,7 @@ def made(kind: str) -> Net:
     return model
 
 
-def trained(model: Net, optimizer: torch.optim.Optimizer) -> list[float]:
+def trained(model, optimizer):
     losses = []
     for x in batches():
         loss = model(x).square().mean()
@@ -235,7 +235,7 @@ def trained(model: Net, optimizer: torch.optim.Optimizer) -> list[float]:
     return losses
 
 
-def optimizer_of(model: Net) -> torch.optim.Optimizer:
+def optimizer_of(model):
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05)
 
 
@@ -250,7 +250,7 @@ TORCHAO = ["torchao float8", "torchao qat", "torchao int8"]
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_what_is_measured_is_exact_and_changes_no_loss(kind: str) -> None:
+def test_what_is_measured_is_exact_and_changes_no_loss(kind):
     if kind in TORCHAO:
         pytest.importorskip("torchao")
     is_stored = kind in ("stored", "torchao int8")
@@ -277,7 +277,7 @@ def test_what_is_measured_is_exact_and_changes_no_loss(kind: str) -> None:
         torch.testing.assert_close(recorded, torch.stack(exact), rtol=1e-5, atol=1e-5)
 
 
-def made_like(model: Net, kind: str) -> Net:
+def made_like(model, kind):
     """Another model with the same weights, so that no reference touches the watched one."""
     other = made(kind)
     for p, q in zip(other.parameters(), model.parameters()):
@@ -285,7 +285,7 @@ def made_like(model: Net, kind: str) -> Net:
     return other
 
 
-def outcome(seed: int, kinds: tuple[str, ...] = ("fake", "eight bit", "stored")) -> str:
+def outcome(seed, kinds=("fake", "eight bit", "stored")):
     """What a drawn remedy does to a drawn kind of layers: "acts", "told: …", "refused: …", or what is wrong."""
     draw = random.Random(seed)
     kind = draw.choice(kinds)
@@ -326,19 +326,19 @@ def outcome(seed: int, kinds: tuple[str, ...] = ("fake", "eight bit", "stored"))
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_a_remedy_acts_or_says_why_it_does_not(seed: int) -> None:
+def test_a_remedy_acts_or_says_why_it_does_not(seed):
     assert outcome(seed).startswith(("acts", "told", "refused"))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("seed", range(20))
-def test_a_remedy_on_layers_of_torchao_acts_or_says_why_it_does_not(seed: int) -> None:
+def test_a_remedy_on_layers_of_torchao_acts_or_says_why_it_does_not(seed):
     pytest.importorskip("torchao")
     assert outcome(seed, tuple(TORCHAO)).startswith(("acts", "told", "refused"))
 
 
-def test_a_norm_whose_projection_is_exchanged_says_so_once() -> None:
+def test_a_norm_whose_projection_is_exchanged_says_so_once():
     model = made("")
     optimizer = optimizer_of(model)
     handle = qkeel.apply(model, "qk_norm", optimizer, batch=batches()[0])
@@ -353,7 +353,7 @@ def test_a_norm_whose_projection_is_exchanged_says_so_once() -> None:
     handle.remove()
 
 
-def test_a_projection_that_is_wrapped_is_no_exchange() -> None:
+def test_a_projection_that_is_wrapped_is_no_exchange():
     model = made("")
     qkeel.apply(model, "qk_norm", optimizer_of(model), batch=batches()[0])
     attention = model.layers[0]
@@ -364,7 +364,7 @@ def test_a_projection_that_is_wrapped_is_no_exchange() -> None:
         model(batches()[0])
 
 
-def test_sites_found_before_a_conversion_are_clipped_after_it() -> None:
+def test_sites_found_before_a_conversion_are_clipped_after_it():
     model = made("")
     sites = qkeel.find_sites(model, batches()[0])
     converted(model, "eight bit")

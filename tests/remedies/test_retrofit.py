@@ -213,6 +213,11 @@ def test_the_gap_is_that_of_all_tokens_however_they_are_batched(llama):
             p, q = (m(**inputs).logits.double().log_softmax(-1) for m in (llama, model))
             kl.append((p.exp() * (p - q)).sum(-1)[mask == 1])
     assert report.gap.kl == pytest.approx(float(torch.cat(kl).mean()), rel=1e-3)
+    first, *lines = str(report).splitlines()
+    assert report.held_out in first
+    stages = [x.kl for x in (report.naive, report.fitted, report.balanced) if x]
+    printed = [float(line.rpartition(" KL ")[2]) for line in lines]
+    assert printed == pytest.approx(stages, rel=1e-3)
     by_batch = sum(float(values.mean()) for values in kl) / 2
     assert abs(by_batch / report.gap.kl - 1) > 0.02  # or the batches differ too little
 
@@ -225,28 +230,37 @@ class Regressor(nn.Module):
         self.read, self.qkv = nn.Linear(3, 16), nn.Linear(16, 48)
         self.write, self.pooled = nn.Linear(16, outputs), pooled
 
-    def forward(self, x):
+    def forward(self, x, attention_mask):
         h = self.read(x)
         qkv = self.qkv(h).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        out = nn.functional.scaled_dot_product_attention(*qkv)
+        seen = attention_mask[:, None, None].bool()
+        out = nn.functional.scaled_dot_product_attention(*qkv, attn_mask=seen)
         y = self.write(h + from_heads(out))
         return y.mean(1) if self.pooled else y
 
 
-@pytest.mark.parametrize(("outputs", "pooled"), [(1, True), (1, False), (3, False)])
+@pytest.mark.parametrize(
+    ("outputs", "pooled", "length"), [(1, True, 6), (1, False, 6), (3, False, 4)]
+)
 def test_numbers_are_fitted_by_their_squared_error_on_rows_that_were_not_fitted(
-    outputs, pooled
+    outputs, pooled, length
 ):
+    """Of tokens that are no padding."""
     torch.manual_seed(outputs)
     model, x = Regressor(outputs, pooled), torch.randn(40, 6, 3)
+    mask = (torch.arange(6) < length).float().expand(40, -1)
     with torch.no_grad():
         model.qkv.weight[:16] *= 6
-        old = model(x[32:])
-        report = retrofit(model, "qk_norm", x).report
-        error = float((model(x[32:]) - old).square().mean() / old.var(correction=0))
+        old = model(x[32:], mask[32:])
+        batch = {"x": x, "attention_mask": mask}
+        report = retrofit(model, "qk_norm", batch).report
+        changed = (model(x[32:], mask[32:]) - old).square()
+        counted = changed if pooled else changed[mask[32:] == 1]
+        error = float(counted.mean() / old.var(correction=0))
     assert report.held_out == "8 of 40 sequences"
     assert report.gap.error == pytest.approx(error, rel=1e-3)
     assert report.naive.error is not None
+    assert f"squared error {report.gap.error:.4g} " in str(report)
     assert error < 0.95 * report.naive.error
 
 

@@ -109,6 +109,7 @@ def test_a_study_becomes_one_small_file_that_loads_nothing(tmp_path):
     html = page(make_study(tmp_path / "study", grid()), tmp_path)
     assert "default-src &#x27;none&#x27;" in html
     assert "Learning-rate study" in html
+    assert "Made by qkeel from runs of version 0.1.0." in text_of(html)
     assert (
         "Permission to use, copy, modify, and/or distribute this software" in html
     )  # the notice travels along
@@ -189,6 +190,7 @@ def test_a_study_of_lengths_leads_with_what_is_kept(tmp_path):
     )  # 0.21 ± 12.706 · 0.0424 / √2
     assert "baseline rerope 512 50.0 47.0 0.94" in text
     assert 'data-chart="lengths"' in html
+    assert 'id="section-table"' in html
     assert 'data-chart="loss"' not in html
     data = chart_data(read_study(tmp_path / "s"))
     assert data["context"] == 64

@@ -170,7 +170,7 @@ def test_under_an_autopilot_what_counts_is_what_is_left_and_equal_decisions_shar
     ]
     assert section.count("<li") == 1
     assert "because &lt;it&gt; grows" in section
-    assert "at 1 more site" in section
+    assert "<summary>at 1 more site</summary>" in section
 
 
 def test_what_is_not_watched_or_not_over_is_said(tmp_path):

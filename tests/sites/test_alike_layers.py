@@ -69,8 +69,7 @@ def verified(sites):
     return [site.verified for site in sites]
 
 
-@pytest.mark.parametrize("heads", [2 * H])
-def test_of_eight_plain_layers_one_is_read_and_verified(heads, runs, monkeypatch):
+def test_of_eight_plain_layers_one_is_read_and_verified(runs, monkeypatch):
     read = []
     traced_part = site_search.traced_part
 
@@ -80,7 +79,7 @@ def test_of_eight_plain_layers_one_is_read_and_verified(heads, runs, monkeypatch
 
     monkeypatch.setattr(site_search, "traced_part", counted)
     torch.manual_seed(0)
-    model = nn.Sequential(*(Joint(fused_causal, M, heads) for _ in range(8)))
+    model = nn.Sequential(*(Joint(fused_causal, M, 2 * H) for _ in range(8)))
     assert verified(find_sites(model, x())) == [True] * 8
     assert len(read) == 1
     assert set(runs) == {"0"}

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from qkeel.capture.calls import statistics
 from qkeel.capture.described import arranged
 from qkeel.capture.intercept import CaptureMode
+from qkeel.capture.known_sites import KnownSites
 from qkeel.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -69,7 +70,7 @@ def watch(model, sites, *inputs):
         assert sighting.name not in found
         found[sighting.name] = statistics(sighting.call)
 
-    with CaptureMode(model, note, described=sites):
+    with CaptureMode(model, note, known=KnownSites.of(sites)):
         model(*inputs)
     return found
 
@@ -123,7 +124,7 @@ def test_functions_may_read_q_k_and_the_mask_from_the_arguments_of_the_forward()
     keep[1, 4:] = False
     found = []
     with CaptureMode(
-        model, lambda s: found.append(statistics(s.call)), described=[site]
+        model, lambda s: found.append(statistics(s.call)), known=KnownSites.of([site])
     ):
         model(x, keep=keep)
     assert found[0].n_pairs.tolist() == [T * T + T * 4]
@@ -145,7 +146,7 @@ def test_what_is_visible_inside_a_described_module_is_reported_once_as_described
         how.append((sighting.name, sighting.how))
         stats.append(statistics(sighting.call))
 
-    with CaptureMode(model, note, described=[described(model, "0")]):
+    with CaptureMode(model, note, known=KnownSites.of([described(model, "0")])):
         model(x)
     assert how == [("0", "description"), ("1", "scaled_dot_product_attention")]
     with CaptureMode(model, lambda s: stats.append(statistics(s.call))):
@@ -162,7 +163,7 @@ def test_a_fault_in_a_description_goes_to_the_handler_and_not_into_the_model():
         ),
     )
     guard = FaultGuard("off: {}")
-    watcher = CaptureMode(model, pytest.fail, described=[site], guard=guard)
+    watcher = CaptureMode(model, pytest.fail, known=KnownSites.of([site]), guard=guard)
     with pytest.warns(QkeelWarning, match="off: expected"), watcher:
         model(x)
     assert isinstance(guard.error, ShapeError)

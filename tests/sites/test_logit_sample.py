@@ -1,7 +1,5 @@
 """What a clip, a cap or another scale would do to a head, from a few rows of its logits, is what it does."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

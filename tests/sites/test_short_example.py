@@ -120,6 +120,14 @@ def parts(*inputs, batch=B):
     return [(part.samples, part.tokens) for part in parts_of_arguments(call)]
 
 
+def test_a_sequence_of_twice_the_tokens_that_are_looked_at_is_not_cut():
+    for length, cut in (
+        (2 * TOKENS, []),
+        (2 * TOKENS + 1, [(SAMPLES, 2 * TOKENS + 1)]),
+    ):
+        assert parts(torch.ones(B, length, 8)) == [*cut, (SAMPLES, 0), (0, 0)]
+
+
 def test_off_the_cpu_nothing_is_cut_where_a_number_may_be_the_place_of_a_token():
     ids, states = tokens().to("meta"), torch.randn(B, T, 8, device="meta")
     mask = torch.ones(B, 1, T, T, dtype=torch.bool, device="meta")

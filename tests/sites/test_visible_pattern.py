@@ -91,7 +91,7 @@ def call_of(mask, written):
     if not written:
         return make_call(AttentionSpec(), q, k, k, causal=False, mask=mask)
     z = q @ k.mT
-    return ScoresCall(spec=AttentionSpec(), logits=z, capped=z, hidden=~mask, q=q, k=k)
+    return ScoresCall(spec=AttentionSpec(), logits=z, capped=z, mask=mask, q=q, k=k)
 
 
 @pytest.mark.parametrize("written", [False, True])
@@ -128,7 +128,7 @@ def test_a_window_over_pieces_of_the_sequence_is_a_window():
     mask = torch.stack([piece & (j >= 4), piece, piece])[:, None]
     z = torch.zeros(3, 2, 4, 8)
     call = ScoresCall(
-        spec=AttentionSpec(), logits=z, capped=z, hidden=~mask, q=None, k=None
+        spec=AttentionSpec(), logits=z, capped=z, mask=mask, q=None, k=None
     )
     assert visible_pattern(call).visible == "window"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.drawing import rand
 from tests.each_row import each_row
-from tests.packed_sequences import CASES, packed, spoiled
+from tests.packed_sequences import CASES, LENGTHS, packed, spoiled
 from torch.testing import assert_close
 
 from qkeel import attention, errors, preset
@@ -25,11 +25,14 @@ OTHER = torch.tensor([0, 5, 6, 10, 13], dtype=torch.int32)
 
 @each_row("name, options", CASES)
 def test_where_ends_are_not_read_a_span_has_all_keys_that_its_rows_see(name, options):
-    call = packed(name, **options).call()
+    of_q, of_k, _ = LENGTHS[name]
+    call = packed(name, **options).call(longest=max(*of_q, *of_k))
+    # The keys of other sequences begin elsewhere than their queries.
+    assert (call.longest is None) == (of_q != of_k)
     (t, s), row = (call.q.shape[2], call.k.shape[2]), torch.arange(call.q.shape[2])
     sees = (call.high > call.low)[0]
     farthest = int(torch.maximum(row - call.low, call.high - row)[0, sees].max())
-    for longest in (farthest, None):
+    for longest in (farthest, call.longest, None):
         unread = dataclasses.replace(call, low=call.low.to("meta"), longest=longest)
         for start in range(0, t, 3):
             for stop in range(start + 1, t + 1, 4):

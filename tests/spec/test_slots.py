@@ -379,6 +379,25 @@ def test_learned_numbers_start_where_the_slot_says():
     assert sorted(gemma4.init_params(4, 2, 8)) == ["k_norm", "q_norm"]
 
 
+def test_the_numbers_of_slots_where_nothing_is_said_are_the_published_ones():
+    rope = {"base": 1e4, "rotary": 1.0}
+    numbers = {
+        Rope: rope, ReRope: rope, LeakyReRope: {**rope, "factor": 16.0}, XPos: {"base": 1e4, "scale": 512.0},
+        DynamicNTK: {"factor": 1.0}, NTK: {"power": 0.625}, Llama3: {"low": 1.0, "high": 4.0},
+        YaRN: {"fast": 32.0, "slow": 1.0}, FloorLogTemperature: {"alpha": 0.1, "floor": 8192},
+        L2Norm: {"eps": 1e-12}, LayerNorm: {"eps": 1e-5}, RMSNorm: {"eps": 1e-6},
+        Sink: {"init": 0.0}, Softpick: {"eps": 1e-8},
+    }  # fmt: skip
+    assert numbers == {
+        slot: {
+            field.name: field.default
+            for field in dataclasses.fields(slot)
+            if type(field.default) in (int, float)
+        }
+        for slot in numbers
+    }
+
+
 def test_shapes_of_parameters_are_those_of_the_tensors_and_make_none():
     for name in PRESETS:
         spec = preset(name)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from qkeel.capture.calls import HeadLayout, cat_heads, statistics
 from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.capture.known_sites import KnownSites
 from qkeel.sites.find import find_sites
 from tools.zoo.build import build
 from tools.zoo.overrides import UNRETURNED
@@ -76,7 +77,8 @@ def entropies(
 ) -> list[Tensor]:
     """Entropy per head of every call of a forward pass."""
     calls: list[CapturedCall] = []
-    with torch.no_grad(), CaptureMode(model, calls.append, layouts=layouts):
+    known = KnownSites(layouts=layouts)
+    with torch.no_grad(), CaptureMode(model, calls.append, known=known):
         model(**batch)
     groups: dict[int, list[CapturedCall]] = {}
     for call in calls:

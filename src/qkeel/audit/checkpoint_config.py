@@ -108,16 +108,13 @@ class Geometry:
     value_dim: int | None = None  #: dimensions of one head's value
     scale: float | None = None
     rope_factor: float = 1.0  #: factor above 1 on cos and sin (YaRN, LongRoPE)
-    model_type: str | None = (
-        None  #: as in config.json; decides whether norms multiply by w or 1 + w
-    )
+    #: as in config.json; decides whether norms multiply by w or 1 + w
+    model_type: str | None = None
     normed: bool = False  #: config.json says that q and k are normed
-    norm_after: bool = (
-        False  #: config.json says that the block's norms follow attention
-    )
-    layout: str | None = (
-        None  #: fused weight: "blocks" for [q | k | v], or "groups" for q, k, v per key head
-    )
+    #: config.json says that the block's norms follow attention
+    norm_after: bool = False
+    #: fused weight: "blocks" for [q | k | v], or "groups" for q, k, v per key head
+    layout: str | None = None
     stages: tuple[
         tuple[str, int], ...
     ] = ()  #: query heads of the layers whose name starts with or contains a stage

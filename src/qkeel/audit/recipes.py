@@ -23,9 +23,8 @@ class Rotation:
 
     dims: int  #: number of dimensions that rotate; 0 if unknown
     of: int  #: d, all dimensions of a head
-    pairing: Literal["half", "interleaved", "one pair", ""] = (
-        ""  #: which two dimensions form a pair; "" if unknown
-    )
+    #: which two dimensions form a pair; "" if unknown
+    pairing: Literal["half", "interleaved", "one pair", ""] = ""
     base: float | None = None  #: base of the frequencies base^(-2i/dims)
     over: Literal["tokens", "heads"] = "tokens"  #: what the angle grows along
     why: str = ""  #: what is unknown; "" if nothing is
@@ -109,27 +108,21 @@ class SiteRecipe:
     key: NormRecipe  #: the norm of k
     rotation: Rotation | None = None  #: rotation by position; None if there is none
     latent: str = ""  #: latents behind q and k (MLA); "" if there are none
-    key_heads: tuple[int, ...] | None = (
-        None  #: key head of each query head; None: consecutive blocks
-    )
+    #: key head of each query head; None: consecutive blocks
+    key_heads: tuple[int, ...] | None = None
     scale: tuple[float, ...] = ()
-    scale_parameter: str = (
-        ""  #: name of the learned scale's parameter; "" if there is none
-    )
-    softcap: float | None = (
-        None  #: cap c of c·tanh(z/c), in nats; None if there is no cap
-    )
+    #: name of the learned scale's parameter; "" if there is none
+    scale_parameter: str = ""
+    #: cap c of c·tanh(z/c), in nats; None if there is no cap
+    softcap: float | None = None
     sinks: str = ""  #: softmax columns beyond the keys; "" if there are none
-    gate: str = (
-        ""  #: what a sigmoid multiplies the output by; "" if there is no such gate
-    )
+    #: what a sigmoid multiplies the output by; "" if there is no such gate
+    gate: str = ""
     visible: str = ""  #: the keys that a query sees; "" if unknown
-    window: int | None = (
-        None  #: tokens in the sliding window, including the query's own; None if there is none
-    )
-    keys: int | None = (
-        None  #: number of keys of the batch, if queries see all of them or all earlier ones
-    )
+    #: tokens in the sliding window, including the query's own; None if there is none
+    window: int | None = None
+    #: number of keys of the batch, if queries see all of them or all earlier ones
+    keys: int | None = None
     bias: bool = False  #: whether something is added to scale · q·k
     layer_type: str = "full"  #: see records.LAYER_TYPES
     idle: tuple[

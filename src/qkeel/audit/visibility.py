@@ -16,16 +16,15 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from qkeel.audit.contracts import Documents
+from qkeel.audit.allowed_inputs import Documents
 from qkeel.audit.saturation import LargestWeights
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import arguments, tensors
-from qkeel.capture.visible_pattern import visible_rows
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.find import site_label
 from qkeel.sites.site import Sites
-from qkeel.sites.softmax_weights import blocks_of_weights, captured_calls, weights_shape
+from qkeel.sites.softmax_weights import blocks_of_weights, captured_calls
 
 # Of a row on keys it should not see, under which nothing is said.
 LEAST_WEIGHT = 1e-3
@@ -203,7 +202,7 @@ def seen_keys(
         if padding is not None and padding.shape == (b, s):
             masks["padding"] = padded = padding.to(device)[:, None, None]
             padded_rows = padded.mT[:, :, rows] if is_self else None
-        visible = visible_rows(call, rows)
+        visible = call.visible(rows, slice(0, s))
         counted = weights
         if visible is not None:
             by_hand = isinstance(call, ScoresCall)
@@ -355,8 +354,8 @@ def visible_pairs(call: Seen) -> Tensor:
 
     A call of packed sequences has one batch entry that holds them all.
     """
-    _, _, t, s = weights_shape([call])
-    visible = visible_rows(call, slice(0, t))
+    *_, t, s = call.scores_shape
+    visible = call.visible(slice(0, t), slice(0, s))
     if visible is None:
         return torch.ones(1, 1, t, s, dtype=torch.bool)
     return visible.cpu().expand(*visible.shape[:2], t, s)

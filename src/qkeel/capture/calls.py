@@ -6,44 +6,33 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from qkeel.errors import InvalidValueError, ShapeError
-from qkeel.functional.bounds import LogitChange, change_rows, reduce_changes
+from qkeel.errors import InvalidValueError
 from qkeel.functional.class_statistics import TokenClasses, joined_classes
+from qkeel.functional.logits import qk_products
 from qkeel.functional.norms import wide
 from qkeel.functional.statistics import (
     TENSORS,
     LogitStats,
-    RowStats,
-    VisibleKeys,
-    extreme_rows,
-    logit_rows,
     merge,
-    no_product_rows,
-    product_rows,
-    reduce_rows,
-    spread_rows,
 )
 from qkeel.kernels.statistics import (
-    BLOCK,
     CallRows,
-    extreme_stats,
     logit_stats,
     max_stats,
     reduce_calls,
     row_logsumexp,
-    weight_rows,
 )
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.patching.torch_state import in_vmap
 from qkeel.spec import AttentionCall, AttentionSpec
-from qkeel.spec.call import fields_of, make_call
+from qkeel.spec.call import block_of, fields_of, make_call
 from qkeel.spec.slot import Params
 
 # Captured attention calls with their layout and hidden pairs, calls whose masks are functions, scores that are written
@@ -467,29 +456,31 @@ def flex_call(
     return FlexCall(**fields_of(call), score_mod=score_mod, block_mask=block_mask)
 
 
-# --- ScoresCall: a captured call of hand-written attention, and the statistics of the scores its softmax received
+# --- ScoresCall: a captured call of hand-written attention
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoresCall:
-    """The logits [b h t s] before the cap, the `capped` logits that the softmax received, and which pairs are hidden.
+    """The logits [b h t s] before the cap, the `capped` logits that the softmax received, and which pairs are visible.
 
-    Without a cap, both are the same tensor. `hidden` [b|1 h|1 t|1 s] is True where a query may not see a key. q [b h t
-    d] and k [b g s d] are the factors that were multiplied, or None if unknown; norms, angles and weights are computed
-    from them, but the logits never are. Both are None for a logit that is a sum of products. `layout` is the layout of
-    the scores in the module. In a probe, `products` holds q and k of every product in the sum, and `lost` says what
-    else the sum contains. `query_mask` [b t] is False for query rows that are left out of the statistics; `classes`
-    splits the statistics. If `gathered` is True, the keys were picked for each query, so a column does not belong to a
-    single key and the first key of a row is unknown; sink_share is then NaN. `sink` is the logsumexp of the attached
-    columns that are not keys, if there are any. `params` are the parameters of the spec's normalizer where qkeel
-    computes the weights, which gives hidden pairs none; None where the model computes its own softmax. `bias` is what
-    was added to the products before the cap, as far as it hides nothing.
+    Its methods are those that statistics call of an AttentionCall, whose logits have to be computed first.
+
+    Without a cap, both are the same tensor. `mask` [b|1 h|1 t|1 s] is True where a query may see a key; None if it sees
+    all. q [b h t d] and k [b g s d] are the factors that were multiplied, or None if unknown; norms, angles and weights
+    are computed from them, but the logits never are. Both are None for a logit that is a sum of products. `layout` is
+    the layout of the scores in the module. In a probe, `products` holds q and k of every product in the sum, and `lost`
+    says what else the sum contains. `query_mask` [b t] is False for query rows that are left out of the statistics;
+    `classes` splits the statistics. If `gathered` is True, the keys were picked for each query, so a column does not
+    belong to a single key and the first key of a row is unknown; sink_share is then NaN. `sink` is the logsumexp of the
+    attached columns that are not keys, if there are any. `params` are the parameters of the spec's normalizer where
+    qkeel computes the weights, which gives hidden pairs none; None where the model computes its own softmax. `bias` is
+    what was added to the products before the cap, as far as it hides nothing.
     """
 
     spec: AttentionSpec
     logits: Float[Tensor, "b h t s"]
     capped: Float[Tensor, "b h t s"]
-    hidden: Bool[Tensor, "#b #h #t #s"] | None
+    mask: Bool[Tensor, "#b #h #t #s"] | None
     q: Float[Tensor, "b h t d"] | None
     k: Float[Tensor, "b g s d"] | None
     products: tuple[tuple[Tensor | None, Tensor | None], ...] = ()
@@ -501,6 +492,11 @@ class ScoresCall:
     sink: Float[Tensor, "b h t"] | None = None
     params: Params | None = None
     bias: Float[Tensor, "#b #h #t #s"] | None = None
+
+    # Never there. An AttentionCall may have them, and what takes either kind reads them without asking which it is.
+    causal: ClassVar[bool] = False
+    window: ClassVar[None] = None
+    unit: ClassVar[None] = None
 
     @property
     def headless(self) -> bool:
@@ -517,143 +513,44 @@ class ScoresCall:
         """The device of the logits."""
         return self.logits.device
 
-    def blocks(self) -> Iterator[tuple[slice, Tensor, VisibleKeys]]:
-        """Blocks of rows: a copy of their logits in float32 or wider with the hidden pairs blanked out, and which keys
-        are visible in them."""
+    @property
+    def scores_shape(self) -> tuple[int, int, int, int]:
+        """The sizes b, h, t and s of the logits."""
         b, h, t, s = self.logits.shape
-        size = max(1, BLOCK // max(1, b * h * s))
-        for start in range(0, t, size):
-            rows = slice(start, min(t, start + size))
-            hidden = self.hidden_in(rows)
-            visible_keys = VisibleKeys(None, s, s)
-            if hidden is not None:
-                visible_keys = VisibleKeys(~hidden, 0, s)
-            z = self.logits[:, :, rows].to(wide(self.logits.dtype), copy=True)
-            yield rows, visible_keys.blank_(z), visible_keys
+        return b, h, t, s
 
-    def entering(
-        self, rows: slice, z: Tensor, visible_keys: VisibleKeys
-    ) -> Tensor | None:
-        """The blanked logits of some rows after the cap and without biases; None if they are z, the logits before it."""
-        cap = self.spec.cap
-        if self.bias is None and cap.kind == "none":
-            return None
-        return visible_keys.blank_(cap.apply(self.unbiased(rows, z)))
+    @property
+    def is_biased(self) -> bool:
+        """True if something besides q·k was added to the logits."""
+        return self.bias is not None
 
-    def unbiased(self, rows: slice, z: Tensor) -> Tensor:
-        """The logits of some rows before the cap, without biases."""
-        if self.bias is None:
-            return z
-        return z - (self.bias[:, :, rows] if self.bias.shape[2] > 1 else self.bias)
+    def encoded(self) -> tuple[Tensor, Tensor]:
+        """Returns q and k in float32 or wider, without any features where they are unknown."""
+        dtype, (b, h, t, s) = wide(self.logits.dtype), self.scores_shape
+        q = self.logits.new_empty(b, h, t, 0) if self.q is None else self.q
+        k = self.logits.new_empty(b, h, s, 0) if self.k is None else self.k
+        return q.to(dtype), k.to(dtype)
 
-    def hidden_in(self, rows: slice) -> Tensor | None:
-        """The hidden pairs of some rows."""
-        hidden = self.hidden
-        if hidden is None or hidden.shape[2] == 1:
-            return hidden
-        return hidden[:, :, rows]
+    def scores(self, q: Tensor, k: Tensor, rows: slice, keys: slice) -> Tensor:
+        """A copy of a block of the logits before the cap, in float32 or wider; q and k are not used."""
+        return self.logits[:, :, rows, keys].to(wide(self.logits.dtype), copy=True)
 
+    def unbiased(self, q: Tensor, k: Tensor, rows: slice, keys: slice) -> Tensor:
+        """Like `scores`, without what was added to q·k."""
+        z, bias = self.scores(q, k, rows, keys), block_of(self.bias, rows, keys)
+        return z if bias is None else z - bias
 
-@torch.no_grad()
-def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitStats:
-    """The exact LogitStats of a hand-written call, with the weights of the softmax over the visible keys and a sink.
+    def capped_scores(self, z: Tensor, rows: slice, keys: slice) -> Tensor:
+        """A copy of a block of the logits that the softmax received."""
+        return self.capped[:, :, rows, keys].to(z.dtype, copy=True)
 
-    Statistics that need q or k (norms, angles, qk_frobenius) are not measured if these are unknown; n_keys or
-    n_products is then 0.
-    """
-    kind = wide(call.logits.dtype)
-    q, k = (None if x is None else x.to(kind) for x in (call.q, call.k))
-    q_norm, k_norm = (None if x is None else x.norm(dim=-1) for x in (q, k))
-    b, h, _, s = call.logits.shape
-    classes = None if call.classes is None else call.classes.members(kind)
-    parts = []
-    for rows, z, visible_keys in call.blocks():
-        angles = no_product_rows(z.amax(-1))
-        if q is not None and k is not None:
-            assert q_norm is not None
-            assert k_norm is not None
-            repeated = k.repeat_interleave(h // k.shape[1], dim=1)
-            products = visible_keys.blank_(q[:, :, rows] @ repeated.mT)
-            angles = product_rows(
-                products, 1.0, q_norm[:, :, rows], k_norm, visible_keys
-            )
-        entering = call.entering(rows, z, visible_keys)
-        logits = logit_rows(z, visible_keys, threshold, classes)
-        if entering is not None:
-            logits["spread"] = spread_rows(entering, visible_keys)
-        if call.capped is not call.logits:
-            z = call.capped[:, :, rows].to(kind, copy=True)
-            z = visible_keys.lower_(visible_keys.blank_(z))
-        sink = None if call.sink is None else call.sink[:, :, rows]
-        weights = weight_rows(
-            call.spec.normalizer, call.params or {}, z, visible_keys, classes, sink
-        )
-        # With gathered keys, the first column is the key that was picked first, not the first one of the sequence.
-        if call.gathered:
-            weights["first_weight"] = torch.full_like(z[..., 0], torch.nan)
-        parts.append(RowStats(**angles, **logits, **weights))
-    visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=call.logits.device)
-    if call.hidden is not None:
-        visible = ~call.hidden
-    if call.query_mask is not None:
-        visible = visible & call.query_mask[:, None, :, None]
-    groups = h if k is None else k.shape[1]
-    keys_seen = visible.any(-2).expand(b, h, s).unflatten(1, (groups, -1)).any(2)
-    return reduce_rows(
-        parts[0] if len(parts) == 1 else RowStats.cat(parts),
-        call.query_mask,
-        q_norm,
-        k_norm,
-        keys_seen,
-        call.classes,
-        int(call.sink is not None),
-    )
+    def visible(self, rows: slice, keys: slice) -> Bool[Tensor, "#b #h #r #n"] | None:
+        """Which keys of a block are visible; None if all are."""
+        return block_of(self.mask, rows, keys)
 
-
-@torch.no_grad()
-def scores_change(before: ScoresCall, after: ScoresCall) -> LogitChange:
-    """The change of the logits before the cap between two calls on the same batch; see logit_change of the kernels. It
-    is computed as a difference of logits, so it includes their rounding errors."""
-    if before.logits.shape != after.logits.shape:
-        raise ShapeError(
-            f"expected two calls on the same batch, got scores {tuple(before.logits.shape)} and then "
-            f"{tuple(after.logits.shape)}"
-        )
-    parts = []
-    for rows, z, visible_keys in after.blocks():
-        old = before.logits[:, :, rows].to(z.dtype, copy=True)
-        parts.append(change_rows(z - visible_keys.blank_(old), visible_keys))
-    return reduce_changes(parts, after.query_mask)
-
-
-@torch.no_grad()
-def scores_maxima(call: ScoresCall) -> LogitStats:
-    """Only the max_logit, min_logit and logit_spread of `scores_stats`."""
-    blocks = []
-    for rows, z, visible_keys in call.blocks():
-        entering = call.entering(rows, z, visible_keys)
-        blocks.append(
-            extreme_rows(z, visible_keys, z if entering is None else entering)
-        )
-    return extreme_stats(
-        *(torch.cat(parts, 2) for parts in zip(*blocks)), counted=call.query_mask
-    )
-
-
-@torch.no_grad()
-def call_logsumexp(call: Seen) -> Float[Tensor, "b h t"]:
-    """The logsumexp of each row of a captured call over its keys; see `kernels.statistics.row_logsumexp`."""
-    with torch.autocast(_device(call), enabled=False):
-        if not isinstance(call, ScoresCall):
-            return row_logsumexp(call)
-        parts = []
-        for _, z, visible_keys in dataclasses.replace(
-            call, logits=call.capped
-        ).blocks():
-            is_empty = visible_keys.counts(z.shape[2], z.device) == 0
-            lse = visible_keys.lower_(z).logsumexp(-1)
-            parts.append(lse.masked_fill(is_empty, -torch.inf))
-        return torch.cat(parts, 2)
+    def span(self, rows: slice) -> slice:
+        """The range of all keys."""
+        return slice(0, self.logits.shape[3])
 
 
 # A logit may differ from its product by this fraction of the largest, as in half precision.
@@ -670,34 +567,32 @@ def dense_rows(call: Seen, rows: slice) -> tuple[Tensor, Tensor, Tensor] | None:
         k. The result is None if keys were gathered for each query, if q and k are unknown, or if the numbers of queries
         and keys differ.
     """
-    if call.q is None or call.k is None or call.q.shape[2] != call.k.shape[2]:
+    (_, _, t, s), keys = call.scores_shape, slice(0, call.scores_shape[3])
+    if call.q is None or call.k is None or t != s:
         return None
-    if isinstance(call, ScoresCall):
-        if call.gathered:
-            return None
-        kind, d = wide(call.logits.dtype), call.q.shape[-1]
-        q, k = call.q[:, :, rows].to(kind), call.k.to(kind)
-        factor = call.spec.scale.factor(torch.zeros(1, 1, device=q.device), d, {})
-        z = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * factor
-        hidden = call.hidden_in(rows)
-        chosen = torch.ones_like(z, dtype=torch.bool)
-        chosen = chosen if hidden is None else ~hidden.expand(z.shape)
-        error = (z - call.logits[:, :, rows].to(kind)).masked_fill(~chosen, 0.0)
-        largest = z.masked_fill(~chosen, 0.0).abs().amax(-1).clamp_min(1)
-        counted = error.abs().amax(-1) <= _ROUNDING * largest
-    elif type(call) is AttentionCall:
-        keys = slice(0, call.k.shape[2])
-        with torch.autocast(_device(call), enabled=False):
-            q, k = call.encoded()
-            z = call.scores(q[:, :, rows], k, rows, keys)
-        visible, bias = call.visible(rows, keys), call.bias(rows, keys)
+    with torch.autocast(call.query_device.type, enabled=False):
+        q, k = call.encoded()
+        z = call.scores(q[:, :, rows], k, rows, keys)
+        visible = call.visible(rows, keys)
         chosen = torch.ones_like(z, dtype=torch.bool)
         chosen = chosen if visible is None else visible.expand(z.shape)
-        counted = torch.ones_like(z[..., 0], dtype=torch.bool)
-        if bias is not None:
-            counted = counted & (bias == 0).all(-1)
-    else:
-        return None
+        if isinstance(call, ScoresCall):
+            if call.gathered:
+                return None
+            # Those of hidden pairs are lost.
+            logits, none = z, q.new_zeros(1, 1)
+            factor = call.spec.scale.factor(none, q.shape[-1], {})
+            z = qk_products(q[:, :, rows], k) * factor
+            error = (z - logits).masked_fill(~chosen, 0.0)
+            largest = z.masked_fill(~chosen, 0.0).abs().amax(-1).clamp_min(1)
+            counted = error.abs().amax(-1) <= _ROUNDING * largest
+        elif type(call) is AttentionCall:
+            bias = call.bias(rows, keys)
+            counted = torch.ones_like(z[..., 0], dtype=torch.bool)
+            if bias is not None:
+                counted = counted & (bias == 0).all(-1)
+        else:
+            return None
     if call.query_mask is not None:
         counted = counted & call.query_mask[:, None, rows]
     return call.spec.cap.apply(z), chosen, counted & z.isfinite().all(-1)
@@ -720,25 +615,33 @@ Seen = AttentionCall | ScoresCall
 
 @torch.no_grad()
 def statistics(call: Seen, threshold: float = ALARM_THRESHOLD) -> LogitStats:
-    """The exact statistics of a captured call, computed in the call's precision even under autocast."""
-    with torch.autocast(_device(call), enabled=False):
-        return (
-            scores_stats(call, threshold)
-            if isinstance(call, ScoresCall)
-            else logit_stats(call, threshold)
-        )
+    """The exact statistics of a captured call, computed in the call's precision even under autocast.
+
+    Statistics that need q or k (norms, angles, qk_frobenius) are not measured if these are unknown; n_keys or
+    n_products is then 0.
+    """
+    with torch.autocast(call.query_device.type, enabled=False):
+        stats = logit_stats(call, threshold)
+    if isinstance(call, ScoresCall) and call.gathered:
+        # The first column is the key that was picked first, not the first one of the sequence.
+        no_share = stats.sink_share.masked_fill(stats.n_free > 0, torch.nan)
+        stats = dataclasses.replace(stats, sink_share=no_share)
+    return stats
 
 
 @torch.no_grad()
 def maxima(call: Seen) -> LogitStats:
     """Like `statistics`, but with max_logit, min_logit and logit_spread only and neutral values in the other fields, at
     less than half the cost."""
-    with torch.autocast(_device(call), enabled=False):
-        return scores_maxima(call) if isinstance(call, ScoresCall) else max_stats(call)
+    with torch.autocast(call.query_device.type, enabled=False):
+        return max_stats(call)
 
 
-def _device(call: Seen) -> str:
-    return (call.logits if isinstance(call, ScoresCall) else call.q).device.type
+@torch.no_grad()
+def call_logsumexp(call: Seen) -> Float[Tensor, "b h t"]:
+    """The logsumexp of each row of a captured call over its keys; see `kernels.statistics.row_logsumexp`."""
+    with torch.autocast(call.query_device.type, enabled=False):
+        return row_logsumexp(call)
 
 
 # Numbers of rows that wait to be reduced together: 4 MB in float32.

@@ -22,9 +22,8 @@ from qkeel.patching.torch_state import recomputing
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import make_call
 
-_LAYOUT = (
-    r"(\w|\(\w( \w)*\))( (\w|\(\w( \w)*\)))*"  # letters, some of them in parentheses
-)
+# Letters, some of them in parentheses
+_LAYOUT = r"(\w|\(\w( \w)*\))( (\w|\(\w( \w)*\)))*"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

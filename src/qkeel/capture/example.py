@@ -26,12 +26,12 @@ from qkeel.capture.contents import (
     is_same,
     keep_parameters,
     keep_values,
-    reachable,
 )
 from qkeel.capture.random_streams import RandomStreams
 from qkeel.capture.user_hooks import OutsideStores, hooks_held_back, is_of_library
 from qkeel.errors import InvalidTypeError
 from qkeel.patching.guards import Guarded, in_this_thread, unguarded
+from qkeel.patching.held_objects import reachable
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import (
     TABLES,
@@ -390,23 +390,23 @@ def undisturbed(
 
     The context yields a function that restores this state, for use between two passes.
     """
+    tree = [*modules_of(model).values()]
     with (
-        hooks_held_back(model, runs_gradient_hooks=runs_gradient_hooks),
-        restored(model, weights=weights, modules=modules) as undo,
+        hooks_held_back(tree, runs_gradient_hooks=runs_gradient_hooks),
+        restored(tree, weights=weights, modules=modules) as undo,
     ):
         yield undo
 
 
 @contextmanager
 def restored(
-    model: nn.Module, *, weights: bool = True, modules: bool = True
+    tree: Sequence[nn.Module], *, weights: bool = True, modules: bool = True
 ) -> Iterator[Undo]:
-    """A context that restores random generators, and a model's parameters, buffers, attributes and requires_grad flags,
-    and what its attributes hold. It yields a function that does so between two passes.
+    """A context that restores random generators, and the parameters, buffers, attributes and requires_grad flags of
+    modules, and what their attributes hold. It yields a function that does so between two passes.
 
     weights: False leaves the parameters as they are at the end, for weights that are fitted in the context.
     modules: False leaves the buffers and attributes, for a copy that is not used again."""
-    tree = [*modules_of(model).values()]
     parameters = parameters_in(tree)
     streams = RandomStreams(parameters)
     # Those that every module has, such as hooks and parameters, which sharded models exchange in a pass.

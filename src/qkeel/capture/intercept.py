@@ -5,21 +5,26 @@ any function mode is active. The results are then those of `torch.backends.mha.s
 differ from the results of the fast path only by rounding; training never takes the fast path. Observing the attention
 matters more here than the last bits of the results in evaluation, because the fast path is a single opaque operator. A
 Tap observes such models in an extra pass, so that the model's own passes keep the fast path.
+
+A torch function mode does it here; `named_attention` replaces F.scaled_dot_product_attention under its name, where no mode is
+needed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import CodeType
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qkeel.capture.calls import (
     HeadLayout,
@@ -32,15 +37,16 @@ from qkeel.capture.calls import (
 from qkeel.capture.described import DescribedSite, DescribedSiteHooks
 from qkeel.capture.example import ModuleCall, ModuleStack
 from qkeel.capture.hand_written import EagerAttentionTracer, products_of
+from qkeel.capture.known_sites import KnownSites
 from qkeel.capture.logsumexp import attention_with_logsumexp
-from qkeel.capture.named_attention import BY_NAME, hold_name_in
+from qkeel.capture.named_attention import hold_name_in
 from qkeel.capture.readers import (
-    FLASH_AND_FLEX,
     FUSED,
+    READERS,
     SDPA,
-    CallGeometry,
     CallObserver,
     UnreadError,
+    arranged,
     observed_by,
     sdpa_arguments,
     unobserved,
@@ -61,9 +67,9 @@ from qkeel.capture.user_hooks import (
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows
 from qkeel.nn import functional_attention
-from qkeel.nn.attention import SpecModule
+from qkeel.nn.attention import Observer, RowObserver, SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_rows
-from qkeel.patching.guards import Guarded, unguarded
+from qkeel.patching.guards import Guarded, in_this_thread, unguarded
 from qkeel.patching.modes import (
     ASKED,
     Args,
@@ -75,21 +81,44 @@ from qkeel.patching.modes import (
 )
 from qkeel.patching.module_tables import modules_of, put_hooks, remove_hooks
 from qkeel.patching.torch_state import in_vmap, running_frames, transformed_now
+from qkeel.spec import AttentionCall
 
 
 class Search(Protocol):
     """Called with the call of a module that is about to make an attention call, or has made scores of which the largest
-    are chosen."""
+    are chosen. Returns what is known of sites then, or None if nothing has changed."""
 
-    def __call__(self, frame: ModuleCall, /, *, chooses: bool) -> None: ...
+    def __call__(self, frame: ModuleCall, /, *, chooses: bool) -> KnownSites | None: ...
 
 
 # q, k, scale, causality.
 PlainCall = tuple[Tensor, Tensor, float, bool]
 _SDPA = "scaled_dot_product_attention"
-_SDPA_ALONE = frozenset({SDPA})
-# The readers of functions whose code is exchanged.
-_EXCHANGED = frozenset(FLASH_AND_FLEX.values())
+
+
+class Watch(enum.IntEnum):
+    """What calls are watched in a module; a larger one includes the smaller ones."""
+
+    #: those by the name of torch's function, which need no mode
+    NAME = 0
+    #: those of torch's fused functions
+    FUSED = 1
+    #: those of functions whose code is exchanged
+    EXCHANGED = 2
+    #: those of every torch function, as for attention that is written by hand
+    ALL = 3
+
+
+_FUSED = frozenset({SDPA, F.multi_head_attention_forward, functional_attention})
+# The torch functions to observe, or None for all.
+_FUNCTIONS = {
+    Watch.NAME: frozenset({SDPA}),
+    Watch.FUSED: _FUSED,
+    Watch.EXCHANGED: _FUSED,
+    Watch.ALL: None,
+}
+# The modules in which to look for attention, by name.
+Places = dict[str, tuple[nn.Module, Watch]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,10 +128,13 @@ class CapturedCall:
     Args:
         frame: the module call that made the attention call.
         ordinal: the index of this call among the attention calls of that module call.
-        how: the function in which it was observed, or "softmax" for hand-written attention.
+        how: the function in which it was observed, "softmax" for hand-written attention, or "module" for one of qkeel's
+            modules.
         call: the call as it was read.
         layout: the dimensions of its scores in the module, if they are not [b h t s] by contract.
         added: in a probe, the products whose sum is the additive mask of a fused function.
+        positions: in a probe, for each module call around it, innermost first, the number of attention calls that were
+            reported before it.
         rows: the row statistics from its kernel, if requested.
         by_name: whether it arrived by the name F.scaled_dot_product_attention.
     """
@@ -115,11 +147,12 @@ class CapturedCall:
     added: ScoresCall | None = None
     rows: KernelRows | None = None
     by_name: bool = False
+    positions: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         """The name of the site, which is the module's name, with "#2" appended for its second call."""
-        return name_of(self.frame, self.ordinal)
+        return name_of(self.frame.name, self.ordinal)
 
     @property
     def headless(self) -> bool:
@@ -127,9 +160,9 @@ class CapturedCall:
         return isinstance(self.call, ScoresCall) and self.call.headless
 
 
-def name_of(frame: ModuleCall, ordinal: int) -> str:
+def name_of(module: str, ordinal: int) -> str:
     """The name of the site of attention call number `ordinal` (from 0) of a module."""
-    return frame.name if ordinal == 0 else f"{frame.name}#{ordinal + 1}"
+    return module if ordinal == 0 else f"{module}#{ordinal + 1}"
 
 
 class CaptureMode(CallObserver):
@@ -148,28 +181,26 @@ class CaptureMode(CallObserver):
         report: the function that is called with every attention call.
         by_graph: in a probe, which keeps the graph behind q and k, finds the layout of scores in it.
         rows: whether functional_attention reports what its kernel computes for each row.
-        described: the sites that are read according to their descriptions; nothing else is reported inside them.
-        layouts: the dimensions of the scores at known sites, keyed by name.
+        known: what is known of the model's sites. Those that are described are read according to their descriptions;
+            nothing else is reported inside them.
         guard: the function through which every method here, and `report`, is called while the model runs.
-        only_in: the modules in which to look for attention, keyed by name, each with the torch functions to observe
-            there, or None for all functions; BY_NAME stands for calls by the name of torch's function alone. If
-            `only_in` is None, the full pass is observed.
+        own: qkeel's own modules whose calls are reported too, with their names; the others' are left to their observers.
+        only_in: the modules in which to look for other attention; if None, the full pass is observed.
         search: called with the call of a module that is about to make an attention call, before the attention call is
-            read; it may give other `layouts` and `key_heads`.
+            read.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        report: Callable[[CapturedCall], None],
+        report: Callable[[CapturedCall], object],
         *,
         by_graph: LayoutReader | None = None,
         rows: bool = False,
-        described: Sequence[DescribedSite] = (),
-        layouts: Mapping[str, HeadLayout] | None = None,
+        known: KnownSites | None = None,
         guard: Guarded = unguarded,
-        only_in: Mapping[str, tuple[nn.Module, frozenset[Function] | None]]
-        | None = None,
+        own: Sequence[tuple[str, nn.Module]] = (),
+        only_in: Places | None = None,
         search: Search | None = None,
     ) -> None:
         super().__init__()
@@ -192,12 +223,11 @@ class CaptureMode(CallObserver):
             guard=guard,
         )
         self._search = search
-        # Called with the site, q, k, scale and causality of an SDPA call without a mask in a known module; returns whether no
-        # further reading of the call is needed. None if calls are not read in this way.
-        self.plain: Callable[[str, Tensor, Tensor, float, bool], bool] | None = None
-        # Called with the logsumexps of an SDPA call's rows, where its kernel hands them out, and with q, k, scale and
-        # causality unless there is a mask; returns whether no further reading of the call is needed.
-        self.bounded: Callable[[str, Tensor, PlainCall | None], bool] | None = None
+        # Called with an SDPA call in a known module: the site, q, k, scale and causality if there is no mask, and the
+        # logsumexps of its rows if they are wanted and its kernel hands them out. Returns whether that was enough.
+        self.measure: Callable[[str, PlainCall | None, Tensor | None], bool] | None = (
+            None
+        )
         # The code of the user's hooks on the model that record, and, where sites are looked for, of hooks that change
         # values.
         self._recording: frozenset[CodeType] = frozenset()
@@ -207,21 +237,18 @@ class CaptureMode(CallObserver):
         self.unread: list[UnrecognizedAttention] = []
         # Where attention would not be seen.
         self.hidden: dict[str, None] = {}
-        self._report, self._rows = report, rows
+        self._report, self._rows, self._own = report, rows, own
+        self.know(known or KnownSites())
+        described = [site for site in self.known.sites if site.description is not None]
         self._described = {site.name for site in described}
         self._hooks = [
             DescribedSiteHooks(site, self._described_call, guard) for site in described
         ]
-        self.layouts = layouts or {}
-        # Numbers of query and key heads at known sites. At other sites, keys are compared to find repeated heads, which
-        # waits for the device.
-        self.key_heads: Mapping[str, tuple[int, int]] = {}
         # The values v by site, if requested.
         self.values: dict[str, Tensor] | None = None
-        # Receives the calls of modules that choose keys; a probe keeps the first of each, with the tensors it was
-        # computed from.
-        self.index: Callable[[ModuleCall, ScoresCall], None] | None = None
-        self.index_layouts: Callable[[str], HeadLayout | None] = lambda name: None
+        # Receives the layers and calls of known indexers; a probe keeps the first of each module that chooses keys, with
+        # the tensors it was computed from.
+        self.index: Callable[[str, ScoresCall], None] | None = None
         self._chosen: dict[str, tuple[ModuleCall, ScoresCall, Scores | Lost]] = {}
         self._by_graph = by_graph
         self.handwritten = EagerAttentionTracer(
@@ -241,6 +268,13 @@ class CaptureMode(CallObserver):
 
     def __exit__(self, *exc: object) -> None:
         self._undo.close()
+
+    def know(self, known: KnownSites) -> None:
+        """Reads and names the calls that follow by what is known of the sites."""
+        self.known = known
+        # Where sites are looked for, callers are told apart from the start.
+        tells_callers = self.probing or self._search is not None
+        self.stack.by_caller = known.by_caller or ({} if tells_callers else None)
 
     @property
     def whole(self) -> bool:
@@ -275,15 +309,24 @@ class CaptureMode(CallObserver):
         modules: those in which calls are observed, by default all of the model."""
         for described in self._hooks:
             described.attach(around)
+        for name, module in self._own:
+            assert isinstance(module, SpecModule)
+            observer = self._observer(name, module)
+            module.observers.append(observer)
+            around.callback(module.observers.remove, observer)
+        if self._only_in == {}:
+            return
         around.callback(self.handwritten.tags.clear)
         around.callback(self.end)
         self._knows_name = hold_name_in(around)
-        sought = [only for _, only in (self._only_in or {"": (None, None)}).values()]
+        sought = [Watch.ALL]
+        if self._only_in is not None:
+            sought = [watch for _, watch in self._only_in.values()]
         # Calls that are read by their name alone leave nothing that waits for the end of their module.
-        if not self._knows_name or any([only != BY_NAME for only in sought]):
+        most = max(sought, default=Watch.NAME)
+        if not self._knows_name or most > Watch.NAME:
             self.stack.ended = self._module_ended
-        exchanges = any([only is None or only & _EXCHANGED for only in sought])
-        around.enter_context(observed_by(self, exchanges=exchanges))
+        around.enter_context(observed_by(self, exchanges=most >= Watch.EXCHANGED))
         model = self.stack.root.module
         if modules is None or self._search is not None:
             tree = modules_of(model).values()
@@ -292,7 +335,6 @@ class CaptureMode(CallObserver):
                 self._changing = changing_code(tree)
         self._recording = recording_code(model)
         hide_recording_hooks(modules, around)
-        self.wants_logsumexp = self.bounded is not None
         if self._only_in is None:
             self.stack.attach(around)
             push_mode(self)
@@ -301,10 +343,23 @@ class CaptureMode(CallObserver):
         # A mode costs one callback for each torch function, so the rest of the pass runs without it.
         around.callback(self._leave_all)
         hooks = [
-            (module, functools.partial(self._enter_module, only), self._leave_module)
-            for module, only in self._only_in.values()
+            (module, functools.partial(self._enter_module, watch), self._leave_module)
+            for module, watch in self._only_in.values()
         ]
         around.callback(remove_hooks, put_hooks(hooks))
+
+    def _observer(self, name: str, module: SpecModule) -> Observer:
+        """What reports the calls of one of qkeel's own modules."""
+        frame = ModuleCall(name=name, module=module, parent=None)
+
+        def report(call: AttentionCall, rows: KernelRows | None = None) -> None:
+            captured = CapturedCall(
+                frame=frame, ordinal=0, how="module", call=call, rows=rows
+            )
+            self._report(captured)
+
+        see = in_this_thread(functools.partial(self.guard, report))
+        return RowObserver(see, see) if self._rows else see
 
     def restart(self) -> None:
         """Forgets the pass that was observed, so that another one can be observed in the same context."""
@@ -322,7 +377,7 @@ class CaptureMode(CallObserver):
 
     def _enter_module(
         self,
-        only: frozenset[Function] | None,
+        watch: Watch,
         module: nn.Module,
         args: Args,
         kwargs: Kwargs,
@@ -330,9 +385,9 @@ class CaptureMode(CallObserver):
         if threading.get_ident() == self._thread:
             # Where the mode is active already, it sees the calls by name too.
             is_mode_off = not self._outer or self.reads_names
-            reads_names = self._knows_name and only == BY_NAME and is_mode_off
+            reads_names = self._knows_name and watch is Watch.NAME and is_mode_off
             self._outer.append((self.only, self.reads_names))
-            self.only = _SDPA_ALONE if only == BY_NAME else only
+            self.only = _FUNCTIONS[watch]
             self.reads_names = reads_names
             self.guard(self.stack.push, module, args, kwargs)
             self.called_in.append(self.stack.top)
@@ -372,7 +427,7 @@ class CaptureMode(CallObserver):
     def _make_call(self, func: Function, args: Args, kwargs: dict[str, Any]) -> Any:
         """Makes a call that may be of interest and reads it, in code that torch does not compile."""
         rows = with_lse = lse = None
-        if func is SDPA and self.bounded is not None and self.only is not None:
+        if func is SDPA and self.wants_logsumexp and self.only is not None:
             with_lse = attention_with_logsumexp(args, kwargs)
         if with_lse is not None:
             out, lse = with_lse
@@ -414,7 +469,7 @@ class CaptureMode(CallObserver):
         if _in_own(top) or (func is SDPA and self._measured(args, kwargs, lse)):
             return
         if name in FUSED:
-            self.apart(lambda: self._read_fused(name, top, args, kwargs, rows))
+            self.apart(lambda: self._read(name, FUSED[name](args, kwargs), rows))
         else:
             self.apart(lambda: self.handwritten.follow(name, top, args, kwargs, out))
 
@@ -424,15 +479,19 @@ class CaptureMode(CallObserver):
         if in_vmap():
             self.hidden["what runs inside torch.func.vmap"] = None
         else:
-            top = self.stack.top
-            self.apart(lambda: self._read_fused(_SDPA, top, args, kwargs, None))
+            self.apart(lambda: self._read(_SDPA, sdpa_arguments(args, kwargs)))
 
     def _measured(self, args: Args, kwargs: Kwargs, lse: Tensor | None) -> bool:
-        """Hands an SDPA call in a known module to `bounded` or `plain`; returns whether one of them took it."""
+        """Hands an SDPA call in a known module to `measure`; returns whether no further reading is needed."""
         top = self.stack.top
-        name = name_of(top, top.calls) if top.calls else top.name
-        heads = self.key_heads.get(name)
-        if self.only is None or self._described or heads is None:
+        name = name_of(top.name, top.calls)
+        heads = self.known.key_heads.get(name)
+        if (
+            self.measure is None
+            or self.only is None
+            or self._described
+            or heads is None
+        ):
             return False
         # Inside a transform no kernel has handed out logsumexps.
         if lse is None and transformed_now():
@@ -449,18 +508,11 @@ class CaptureMode(CallObserver):
             k = k if k.shape[1] in (heads[1], 1) else known_keys(heads, k)
             scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
             plain = q, k, scale, bool(kwargs.get("is_causal", False))
-        is_bounded = (
-            lse is not None
-            and self.bounded is not None
-            and lse.shape[1] == heads[0]
-            and self.bounded(name, lse, plain)
-        )
-        if not is_bounded and (
-            plain is None or self.plain is None or not self.plain(name, *plain)
-        ):
-            return False
-        top.calls += 1
-        return True
+        if lse is not None and lse.shape[1] != heads[0]:
+            lse = None
+        is_measured = self.measure(name, plain, lse)
+        top.calls += is_measured
+        return is_measured
 
     def apart(self, read: Callable[[], None]) -> None:
         """Calls `read` unobserved, with gradients if q and k of a probe will be traced back to the weights."""
@@ -468,55 +520,60 @@ class CaptureMode(CallObserver):
         with unobserved(), torch.set_grad_enabled(with_graph):
             read()
 
-    def _read_fused(
-        self,
-        name: str,
-        top: ModuleCall,
-        args: Args,
-        kwargs: Kwargs,
-        rows: KernelRows | None,
+    def _read(
+        self, name: str, arguments: Kwargs, rows: KernelRows | None = None
     ) -> None:
+        """Reads a call of an attention function from its arguments, all of them by name."""
+        top = self.stack.top
         if self._elsewhere(top):
             return
         self._find(top)
-        site = name_of(top, top.calls)
-        key_heads = self.key_heads.get(site)
+        site = name_of(top.name, top.calls)
+        known, layout, added = self.known.key_heads.get(site), None, None
         if name == _SDPA:
-            heads = _configured_heads(top.module, args) if key_heads is None else 0
-            heads = heads if key_heads is None else key_heads[0]
-            packed = unpacked(sdpa_arguments(args, kwargs), heads) if heads else None
+            q, mask = arguments["query"], arguments["attn_mask"]
+            heads = _configured_heads(top.module, q) if known is None else known[0]
+            packed = unpacked(arguments, heads) if heads else None
             if packed is not None:
-                args, kwargs = (), packed
+                arguments = packed
                 if rows is not None:
                     rows = KernelRows(*(x.reshape(len(x), heads, 1) for x in rows))
-        geometry = CallGeometry(
-            lambda q, k: fused_layout(
-                q, k, top, known=self.layouts.get(site), by_graph=self._by_graph
-            ),
-            fewest_keys
-            if key_heads is None
-            else functools.partial(known_keys, key_heads),
-        )
+            elif q.ndim != 4 and not q.is_nested:
+                layout = fused_layout(
+                    q,
+                    arguments["key"],
+                    top,
+                    known=self.known.layouts.get(site),
+                    by_graph=self._by_graph,
+                )
+                arguments = arranged(arguments, layout)
+            if self.probing:
+                added = self._added(top, mask, layout)
         try:
-            call = FUSED[name](args, kwargs, geometry)
+            call = READERS[name](arguments)
         except UnreadError as error:
-            self._unread(name, error)
+            reason = f"{name} is called with {error}, whose effect is not known"
+            self.unread.append(
+                UnrecognizedAttention(module=top.name, operation=name, reason=reason)
+            )
             return
-        added = None
-        if name == _SDPA and self.probing:
-            mask = sdpa_arguments(args, kwargs)["attn_mask"]
-            added = self._added(top, mask, geometry.used)
-        reported = self._saw(top, name, call, geometry.used, added, rows)
+        # With fewer key heads, no head is repeated, and the comparison would wait for the device.
+        if call.k.shape[1] == call.q.shape[1]:
+            k = fewest_keys(call.k) if known is None else known_keys(known, call.k)
+            call = call if k is call.k else dataclasses.replace(call, k=k)
+        reported = self._saw(top, name, call, layout, added, rows)
         if reported is not None and name == _SDPA:
-            self._valued(reported, sdpa_arguments(args, kwargs)["value"])
+            self._valued(reported, arguments["value"])
 
     def _known_layout(self, frame: ModuleCall, ordinal: int) -> HeadLayout | None:
         self._find(frame)
-        return self.layouts.get(name_of(frame, ordinal))
+        return self.known.layouts.get(name_of(frame.name, ordinal))
 
-    def _find(self, frame: ModuleCall) -> None:
+    def _find(self, frame: ModuleCall, *, chooses: bool = False) -> None:
         if self._search is not None and not self._elsewhere(frame):
-            self._search(frame, chooses=False)
+            known = self._search(frame, chooses=chooses)
+            if known is not None:
+                self.know(known)
 
     def _added(
         self, top: ModuleCall, mask: Tensor | None, layout: HeadLayout | None
@@ -538,30 +595,10 @@ class CaptureMode(CallObserver):
         )
 
     def called(self, name: str, arguments: Kwargs) -> None:
-        self.apart(lambda: self._read_exchanged(name, arguments))
+        self.apart(lambda: self._read(name, arguments))
 
     def not_observable(self, name: str, error: Exception) -> None:
         self.hidden[f"{name}, which can't be watched ({error})"] = None
-
-    def _read_exchanged(self, name: str, arguments: Kwargs) -> None:
-        """Reads a call of a function that is not torch's."""
-        if self._elsewhere(self.stack.top):
-            return
-        self._find(self.stack.top)
-        try:
-            call = FLASH_AND_FLEX[name](arguments)
-        except UnreadError as error:
-            self._unread(name, error)
-            return
-        self._saw(self.stack.top, name, call)
-
-    def _unread(self, name: str, error: UnreadError) -> None:
-        reason = f"{name} is called with {error}, whose effect is not known"
-        self.unread.append(
-            UnrecognizedAttention(
-                module=self.stack.top.name, operation=name, reason=reason
-            )
-        )
 
     def _saw(
         self,
@@ -578,6 +615,10 @@ class CaptureMode(CallObserver):
         if how != "softmax":
             self.handwritten.before(frame, call)
         ordinal, frame.calls = frame.calls, frame.calls + 1
+        positions = []
+        for around in frame.line() if self.probing else ():
+            positions.append(around.captured)
+            around.captured += 1
         captured = CapturedCall(
             frame=frame,
             ordinal=ordinal,
@@ -587,6 +628,7 @@ class CaptureMode(CallObserver):
             added=added,
             rows=rows,
             by_name=self.by_name,
+            positions=tuple(positions),
         )
         if self._changing:
             self._tell_of_hook(captured.name)
@@ -601,21 +643,21 @@ class CaptureMode(CallObserver):
         """Reads scores x of which the largest are chosen."""
         if self._elsewhere(frame):
             return
-        if self._search is not None:
-            self._search(frame, chooses=True)
-        if not (self.probing or self.index is not None):
+        self._find(frame, chooses=True)
+        layer = self.known.indexed_layer(frame.name)
+        if not self.probing and (layer is None or self.index is None):
             return
         frame.indexes += 1
         try:
-            layout = self.index_layouts(frame.name)
+            layout = None if layer is None else self.known.indexers[layer]
             call = index_call(tag, x, frame, known=layout, by_graph=self._by_graph)
         except Exception as error:  # the attention after it is still observed
             caution(
                 f"the scores by which {frame.name or 'the model itself'} chooses keys cannot be read: {error}"
             )
             return
-        if self.index is not None:
-            self.index(frame, call)
+        if layer is not None and self.index is not None:
+            self.index(layer, call)
         else:
             self._chosen.setdefault(frame.name, (frame, call, tag))
 
@@ -664,14 +706,14 @@ def _in_own(frame: ModuleCall) -> bool:
     return any(isinstance(f.module, SpecModule) for f in frame.line())
 
 
-def _configured_heads(module: nn.Module, args: Args) -> int:
+def _configured_heads(module: nn.Module, q: Tensor) -> int:
     """The number of query heads in the configuration of one of transformers' attention modules with grouped heads, and
     0 for any other module and for calls with another number of queries than a group has heads.
 
     At a site that isn't known yet, nothing else tells the heads of a packed call from its tokens.
     """
-    groups, q = getattr(module, "num_key_value_groups", None), args[0] if args else None
-    if not (isinstance(q, Tensor) and q.ndim == 4 and q.shape[2] == groups):
+    groups = getattr(module, "num_key_value_groups", None)
+    if not (q.ndim == 4 and q.shape[2] == groups):
         return 0
     try:
         heads = getattr(getattr(module, "config", None), "num_attention_heads", None)

@@ -214,10 +214,6 @@ def _is_fused(
     )
 
 
-# The functions to observe in a module whose calls all came by this name.
-BY_NAME = frozenset({scaled_dot_product_attention})
-
-
 def hold_name() -> bool:
     """Puts the function under its name, until as many calls of `release_name`.
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from qkeel.capture.calls import HeadLayout, Seen, fewest_keys, flex_call, hides
+from qkeel.capture.calls import HeadLayout, flex_call, hides
 from qkeel.errors import QkeelError
 from qkeel.patching.function_code import ObservedCall, exchange, give_back
 from qkeel.patching.guards import Guarded, unguarded
@@ -189,63 +189,39 @@ def _detached(value: Any) -> Any:
 # and kv [... 2 h d] if packed. Arguments are read by name, so their order may differ between versions.
 
 
-@dataclasses.dataclass(slots=True)
-class CallGeometry:
-    """The information about heads that the arguments of a call do not show.
-
-    Args:
-        layout: returns the layout of the dimensions of q and k before tokens and features, for tensors that are not [b
-            h t d].
-        keys: returns the distinct keys [b g s d] of keys [b h s d], which may be repeated for grouped queries.
-        used: the layout, if it was asked for.
-    """
-
-    layout: Callable[[Tensor, Tensor], HeadLayout]
-    keys: Callable[[Tensor], Tensor] = fewest_keys
-    used: HeadLayout | None = None
-
-
-Reader = Callable[[Args, Kwargs, CallGeometry], Seen]
-
 SDPA = F.scaled_dot_product_attention
 _MHA = inspect.signature(inspect.unwrap(F.multi_head_attention_forward))
 
 
-def sdpa(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:
-    """Reads a call of F.scaled_dot_product_attention."""
-    arguments = sdpa_arguments(args, kwargs)
+def sdpa(arguments: Kwargs) -> AttentionCall:
+    """Reads a call of F.scaled_dot_product_attention with q and k [b h t d]."""
     q, k, scale = arguments["query"], arguments["key"], arguments["scale"]
     if q.is_nested:
         raise UnreadError("nested tensors")
     scale = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
     causal = bool(arguments["is_causal"])
-    return _call(q, k, scale, arguments["attn_mask"], geometry, causal=causal)
+    return _call(q, k, scale, arguments["attn_mask"], causal=causal)
+
+
+def arranged(arguments: Kwargs, layout: HeadLayout) -> dict[str, Any]:
+    """The arguments of a call of SDPA with q, k and mask as [b h t d] and [b h t s]; `layout` is that of its scores."""
+    q, k, mask = arguments["query"], arguments["key"], arguments["attn_mask"]
+    lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+    if mask is not None:
+        mask = layout.apply(mask.expand(*lead, q.shape[-2], k.shape[-2]))
+    q, k = (layout.apply(x.expand(*lead, -1, -1)) for x in (q, k))
+    return {**arguments, "query": q, "key": k, "attn_mask": mask}
 
 
 def _call(
-    q: Tensor,
-    k: Tensor,
-    scale: float,
-    mask: Tensor | None,
-    geometry: CallGeometry,
-    *,
-    causal: bool,
+    q: Tensor, k: Tensor, scale: float, mask: Tensor | None, *, causal: bool
 ) -> AttentionCall:
-    """The call of q and k [... t d]. `causal` has the meaning it has in SDPA: query i sees the keys up to i, regardless
+    """The call of q and k [b h t d]. `causal` has the meaning it has in SDPA: query i sees the keys up to i, regardless
     of their number."""
     t, s = q.shape[-2], k.shape[-2]
-    if q.ndim == 4:
-        # Either batch may be 1, as that of learned queries.
-        b = k.shape[0] if q.shape[0] == 1 else q.shape[0]
-        q, k = (x if len(x) == b else x.expand(b, -1, -1, -1) for x in (q, k))
-    else:
-        lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
-        geometry.used = layout = geometry.layout(q, k)
-        q, k = (layout.apply(x.expand(*lead, -1, -1)) for x in (q, k))
-        mask = mask if mask is None else layout.apply(mask.expand(*lead, t, s))
-    # With fewer key heads, no head is repeated, and the comparison would wait for the device.
-    if k.shape[1] == q.shape[1]:
-        k = geometry.keys(k)
+    # Either batch may be 1, as that of learned queries.
+    b = k.shape[0] if q.shape[0] == 1 else q.shape[0]
+    q, k = (x if len(x) == b else x.expand(b, -1, -1, -1) for x in (q, k))
     pos_q = pos_k = None
     # SDPA aligns its causal mask at the first key, and calls here are aligned at the last one unless positions say
     # more.
@@ -289,12 +265,16 @@ def hiding(mask: Shaped[Tensor, ...] | None) -> Shaped[Tensor, "#b #h #t #s"] | 
     return mask.masked_fill(hides(mask), -torch.inf)
 
 
-def mha(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:
-    """Reads a call of F.multi_head_attention_forward. Its internals cannot be observed, so q and k are recomputed from
-    its arguments."""
+def mha_arguments(args: Args, kwargs: Kwargs) -> Kwargs:
+    """Every argument of a call of F.multi_head_attention_forward."""
     bound = _MHA.bind(*args, **kwargs)
     bound.apply_defaults()
-    arguments = bound.arguments
+    return bound.arguments
+
+
+def mha(arguments: Kwargs) -> AttentionCall:
+    """Reads a call of F.multi_head_attention_forward. Its internals cannot be observed, so q and k are recomputed from
+    its arguments."""
     for name in ("bias_k", "static_k", "add_zero_attn"):
         if arguments[name] is not None and arguments[name] is not False:
             raise UnreadError(name)
@@ -315,7 +295,7 @@ def mha(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:
     mask = mha_mask(arguments, (b, h, t, k.shape[2]))
     # For torch, is_causal is a hint about attn_mask, which then hides the same pairs.
     causal = bool(arguments["is_causal"]) and mask is None
-    return _call(q, k, 1 / math.sqrt(q.shape[-1]), mask, geometry, causal=causal)
+    return _call(q, k, 1 / math.sqrt(q.shape[-1]), mask, causal=causal)
 
 
 def mha_mask(
@@ -337,13 +317,6 @@ def mha_mask(
                 mask = zeros.masked_fill(mask, -torch.inf)
             total = mask if total is None else total + mask
     return total
-
-
-# The readers of torch's fused attention functions.
-FUSED: Mapping[str, Reader] = {
-    "scaled_dot_product_attention": sdpa,
-    "multi_head_attention_forward": mha,
-}
 
 
 _BY_PLACE = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -429,9 +402,8 @@ class UnreadError(QkeelError, NotImplementedError):
 
 
 def qkeel_call(arguments: Kwargs) -> AttentionCall:
-    """Reads qkeel.ops.run(call, impl) and similar functions: returns the call with repeated keys removed."""
-    call = arguments["call"]
-    return dataclasses.replace(call, k=fewest_keys(call.k))
+    """Reads qkeel.ops.run(call, impl) and similar functions."""
+    return arguments["call"]
 
 
 def own(arguments: Kwargs) -> AttentionCall:
@@ -444,22 +416,16 @@ def own(arguments: Kwargs) -> AttentionCall:
         arguments["v"],
         **{name: arguments[name] for name in names},
     )
-    call = (
-        call
-        if arguments["cu_seqlens"] is not None
-        else dataclasses.replace(call, k=fewest_keys(call.k))
-    )
     return band_call(call, cu_seqlens=arguments["cu_seqlens"])
 
 
 def flex(arguments: Kwargs) -> AttentionCall:
     """Reads flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, ...)."""
     q, k = arguments["query"], arguments["key"]
-    k = fewest_keys(k.expand(q.shape[0], *k.shape[1:]))
     return flex_call(
         _spec(q, arguments["scale"], 0.0),
         q,
-        k,
+        k.expand(q.shape[0], *k.shape[1:]),
         arguments["score_mod"],
         arguments["block_mask"],
     )
@@ -535,12 +501,23 @@ def _window(size: object) -> tuple[int, int]:
     return left, right
 
 
-# The reader of each function that foreign_functions observes.
-FLASH_AND_FLEX: Mapping[str, Callable[[Kwargs], AttentionCall]] = {
+Reader = Callable[[Kwargs], AttentionCall]
+# Torch's fused functions, with what returns all arguments of a call by name.
+FUSED: Mapping[str, Callable[[Args, Kwargs], Kwargs]] = {
+    "scaled_dot_product_attention": sdpa_arguments,
+    "multi_head_attention_forward": mha_arguments,
+}
+# The reader of each function whose code is exchanged.
+FLASH_AND_FLEX: Mapping[str, Reader] = {
     "attention": own,
     "run": qkeel_call,
     "run_with_weights": qkeel_call,
     "flex_attention": flex,
     "varlen_attn": flash,
     **dict.fromkeys(FLASH, flash),
+}
+READERS: Mapping[str, Reader] = {
+    "scaled_dot_product_attention": sdpa,
+    "multi_head_attention_forward": mha,
+    **FLASH_AND_FLEX,
 }

@@ -21,7 +21,6 @@ from qkeel.capture.example import ModuleCall
 from qkeel.capture.products import Operand, Product
 from qkeel.capture.tags import Lost, Scores
 from qkeel.functional.norms import wide
-from qkeel.kernels.statistics import sink_logit
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Softcap
 from qkeel.spec.logits import Normalizer
 from qkeel.spec.slot import Params
@@ -79,10 +78,10 @@ def scores_call(
             else:
                 factors.append(_factors(sides, arrangement, capped, keys, exact))
     logits = arrangement.apply(uncapped)
-    hidden = None
+    mask = None
     if tag.hidden is not None:
         hidden = tag.hidden.broadcast_to(x.shape).narrow(keys, start, end - start)
-        hidden = arrangement.apply(hidden)
+        mask = ~_unexpanded(arrangement.apply(hidden))
     bias = None
     if tag.bias is not None:
         bias = tag.bias.broadcast_to(x.shape).narrow(keys, start, end - start)
@@ -91,7 +90,7 @@ def scores_call(
     if is_filled and len(pairs) == 1 and tag.products[0].followed:
         filler = _filler_rows(pairs[0], arrangement, capped, keys)
         if filler is not None:
-            hidden = filler if hidden is None else hidden | filler
+            mask = ~filler if mask is None else mask & ~filler
     q, k = factors[0] if len(factors) == 1 and not tag.lost else (None, None)
     rows = arrangement.rows
     by_query = [
@@ -111,7 +110,7 @@ def scores_call(
         ),
         logits=logits,
         capped=logits if tag.uncapped is None else arrangement.apply(capped),
-        hidden=hidden,
+        mask=mask,
         q=q,
         k=k,
         products=tuple(factors) if by_graph is not None else (),
@@ -123,10 +122,17 @@ def scores_call(
     )
 
 
+def _unexpanded(x: Tensor) -> Tensor:
+    """A view with size 1 along dimensions that repeat the same elements."""
+    for dim, step in enumerate(x.stride()):
+        x = x.narrow(dim, 0, 1) if step == 0 and x.shape[dim] else x
+    return x
+
+
 def normalized(call: ScoresCall, normalizer: Normalizer, params: Params) -> ScoresCall:
     """Returns a call whose weights are not a softmax's but those of a normalizer."""
     params = {name: x.detach() for name, x in params.items()}
-    sink = sink_logit(normalizer, params, call.logits)
+    sink = normalizer.sink_logit(params, call.query_device)
     if sink is not None:
         b, h, t, _ = call.logits.shape
         sink = sink[None].expand(b, h, t)
@@ -161,7 +167,7 @@ def index_call(
         spec=AttentionSpec(),
         logits=logits,
         capped=logits,
-        hidden=arrangement.apply(hidden),
+        mask=~arrangement.apply(hidden),
         q=None,
         k=None,
         layout=arrangement,

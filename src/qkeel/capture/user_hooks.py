@@ -8,7 +8,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, final
 
@@ -23,7 +23,6 @@ from qkeel.patching.module_tables import (
     hook_tables,
     hooks_after,
     hooks_before,
-    modules_of,
 )
 
 # Packages whose hooks the model may need: they move weights, gather them, or compute them.
@@ -45,10 +44,10 @@ _IS_GENERATOR = 0x20
 
 @contextmanager
 def hooks_held_back(
-    model: nn.Module, *, runs_gradient_hooks: bool = False
+    modules: Sequence[nn.Module], *, runs_gradient_hooks: bool = False
 ) -> Iterator[None]:
-    """A context in which forward hooks that return nothing don't run, the user's and those by which libraries record, nor
-    any hook on gradients: those of a search say which rows make which head, and are none of the program's.
+    """A context in which forward hooks of modules that return nothing don't run, the user's and those by which libraries
+    record, nor any hook on gradients: those of a search say which rows make which head, and are none of the program's.
     `runs_gradient_hooks` lets these run, where a step's own gradients are computed again.
 
     A hook that returns a value changes what the model computes, so it runs; the lists, dicts, sets, attributes and
@@ -57,7 +56,6 @@ def hooks_held_back(
     functions: list[Callable[..., Any]] = []
     held: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any]]] = []
     tables = [global_hooks()]
-    modules = [*modules_of(model).values()]
     for module in modules:
         if not is_of_library(type(module)):
             functions.append(type(module).forward)
@@ -276,7 +274,7 @@ def _is_of(packages: Collection[str], hook: object) -> bool:
     if not isinstance(
         hook, (types.FunctionType, types.MethodType, functools.partial, type)
     ):
-        # An object that can be called.
+        # An instance with __call__: where its class was defined tells whose it is.
         hook = type(hook)
     home = getattr(_function_of(hook), "__module__", None) or ""
     package = home.partition(".")[0]

@@ -97,8 +97,7 @@ def visible_pattern(call: Seen, origin: KeyOrigin = "tokens") -> VisiblePattern:
 
     The function waits for the device once and stores no data per pair.
     """
-    t = call.query_shape[1]
-    s = call.logits.shape[3] if isinstance(call, ScoresCall) else call.k.shape[2]
+    *_, t, s = call.scores_shape
     visible: VisibleType = "full"
     has_blocks, window = False, None
     if isinstance(call, ScoresCall) and call.gathered and t > 1:
@@ -125,12 +124,7 @@ def visible_digest(call: Seen) -> Tensor | None:
     if not _may_hide_pairs(call):
         return None
     t, device = call.query_shape[1], call.query_device
-    hidden = call.hidden if isinstance(call, ScoresCall) else None
-    mask = (
-        (None if hidden is None else ~hidden)
-        if isinstance(call, ScoresCall)
-        else call.mask
-    )
+    mask = call.mask
     numbers = [torch.tensor(t, device=device)]
     if isinstance(call, FlexCall) and call.block_mask is not None:
         blocks = call.block_mask.kv_num_blocks, call.block_mask.full_kv_num_blocks
@@ -142,18 +136,15 @@ def visible_digest(call: Seen) -> Tensor | None:
         # From 1, since an index of 0 would add nothing for the first key.
         indices = torch.arange(1, len(of_keys) + 1, device=device)
         numbers += [of_keys.sum(), (of_keys * indices).sum()]
-    if not isinstance(call, ScoresCall):
-        numbers.append(torch.tensor(call.window or 0, device=device))
+    numbers.append(torch.tensor(call.window or 0, device=device))
     return torch.stack(numbers)
 
 
 def _may_hide_pairs(call: Seen) -> bool:
     """False if it is certain, without reading tensor values, that all queries see all keys or all keys up to their
     own."""
-    mask = call.hidden if isinstance(call, ScoresCall) else call.mask
-    if not isinstance(call, ScoresCall) and (
-        type(call) is not AttentionCall or call.window is not None
-    ):
+    mask = call.mask
+    if type(call) not in (AttentionCall, ScoresCall) or call.window is not None:
         return True
     return mask is not None and mask.shape[2] > 1 and mask.shape[3] > 1
 
@@ -192,21 +183,13 @@ def _spans(call: Seen, s: int) -> tuple[bool, bool, bool, int]:
     return bool(spans), bool(slide), bool(start_apart), most
 
 
-def visible_rows(call: Seen, rows: slice) -> Bool[Tensor, "b h r s"] | None:
-    """Which keys some rows of a call see; dimensions that are shared may be 1. None if they see all."""
-    if isinstance(call, ScoresCall):
-        hidden = call.hidden_in(rows)
-        return None if hidden is None else ~hidden
-    return call.visible(rows, slice(0, call.k.shape[2]))
-
-
 def _blocks(call: Seen, s: int) -> Iterator[Bool[Tensor, "n r s"]]:
     """The visible pairs in blocks of rows, for each sequence and head that has a separate mask."""
-    b, h, t = (call.logits if isinstance(call, ScoresCall) else call.q).shape[:3]
+    b, h, t, _ = call.scores_shape
     size = max(1, _PAIRS // max(1, b * h * s))
     for start in range(0, t, size):
         rows = slice(start, min(t, start + size))
-        visible = visible_rows(call, rows)
+        visible = call.visible(rows, slice(0, s))
         if visible is None:
             visible = torch.ones(1, 1, 1, s, dtype=torch.bool, device=call.query_device)
         yield visible.expand(*visible.shape[:2], rows.stop - start, s).flatten(0, 1)

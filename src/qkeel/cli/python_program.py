@@ -1,4 +1,7 @@
-"""Runs a Python program in this process as `python` would: arguments, paths, exit code, traceback."""
+"""Runs a Python program in this process as `python` would: arguments, paths, exit code, traceback.
+
+`watch` puts `model_finder` and `watch_session` around it.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,6 @@ from qkeel.cli.commands import FAILED, INTERRUPTED, OK
 from qkeel.errors import DataError, InvalidValueError
 from qkeel.handle import Handle
 from qkeel.records.disk import read_file
-
-# A Python program run in this process as `python` would run it: arguments, paths, exit code, traceback.
 
 EXAMPLE = "qkeel watch -- python train.py"
 TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")

@@ -1,4 +1,4 @@
-"""Commands about training: `qkeel run` and the studies."""
+"""Commands about training: `qkeel run`, `demo` and the studies, and the page of a study while it runs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from qkeel.lab.executors import Outcome, default_jobs
 from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun, Study, StudyOption
 from qkeel.lab.quick_demo import quick_demo
 from qkeel.lab.studies import MULTIMODAL_BASE, STUDIES
-from qkeel.lab.tuning import FOLDER, in_words, tuned_plan, tuning_plan
+from qkeel.lab.tuning import TUNING_FOLDER, in_words, tuned_plan, tuning_plan
 from qkeel.options import annotations
 from qkeel.records.file_formats import read_toml
 from qkeel.report import write
@@ -186,7 +186,7 @@ def configure(
     # After the recipe, which flags override.
     for flag, (section, field) in _ENTRIES.items():
         value = vars(flags).get(flag)
-        # Several values go to the grid, which overrides this.
+        # The first of several; the grid sets all of them later.
         value = value[0] if isinstance(value, list) else value
         if value is not None:
             (values.setdefault(section, {}) if section else values)[field] = value
@@ -434,7 +434,9 @@ def run_study(
         console.print(
             f"{len(trial.runs)} runs to choose the learning rates", highlight=False
         )
-        plan = tuned_plan(plan, _execute(console, trial, out / FOLDER, execution).table)
+        plan = tuned_plan(
+            plan, _execute(console, trial, out / TUNING_FOLDER, execution).table
+        )
         for choice in plan.tuned:
             print_line(console, in_words(choice))
     baseline = canonical(how.baseline)

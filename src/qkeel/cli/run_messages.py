@@ -1,4 +1,7 @@
-"""The messages about a watched run: lines on stderr that begin with `qkeel:`, and its page."""
+"""The messages about a watched run: lines on stderr that begin with `qkeel:`, and its page.
+
+The line that fixes an alarm is chosen in `monitor.alarms`.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,6 @@ from qkeel.monitor import Alarm, RunDirectorySink, Sample, Severity, Sink, sampl
 from qkeel.monitor.sample import shown_samples
 from qkeel.patching.roles import Phase
 from qkeel.report import write
-
-# The messages about a watched run, as lines on stderr that begin with `qkeel:` to distinguish them from the script's.
 
 
 @final

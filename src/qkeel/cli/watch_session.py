@@ -29,8 +29,6 @@ from qkeel.patching.forward import unwrapped
 from qkeel.remedies.apply import AtNextPass
 from qkeel.remedies.apply import parse as parse_remedies
 
-# The models of a training script, each recorded in a separate run directory.
-
 # Variables that torch reads when it is imported, which is before the script begins.
 READ_AT_IMPORT = re.compile(
     r"(OMP|MKL)_NUM_THREADS|TORCHINDUCTOR_(?!CACHE_DIR)\w+|TORCHDYNAMO_\w+|TORCH_COMPILE_DISABLE|TORCH_LOGS|"

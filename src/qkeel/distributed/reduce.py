@@ -1,4 +1,7 @@
-"""The numbers of a step as one vector, how two such vectors are merged, and how those of all processes become one."""
+"""The numbers of a step as one vector, how two such vectors are merged, and how those of all processes become one.
+
+`monitor.processes` exchanges the vectors.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from qkeel.distributed.layout import Layout
 from qkeel.errors import InvalidValueError
 from qkeel.functional.norms import widest
 
-Rule = Literal["max", "min", "sum", "mean", "root", "root_mean"]
+MergeRule = Literal["max", "min", "sum", "mean", "root", "root_mean"]
 Axis = Literal["", "query", "key"]
 _AXES: tuple[Axis, ...] = ("query", "key")
 
@@ -43,7 +46,7 @@ class Column(NamedTuple):
     sites: tuple[str, ...]
     name: str
     shape: tuple[int, ...]
-    rule: Rule
+    rule: MergeRule
     weight: str = ""
     axis: Axis = ""
     by_weights: bool = False
@@ -377,15 +380,15 @@ class SharedTable:
         used.
         """
 
-        def role(other: _Part) -> object:
-            head_part = other.layout.head_part if other.splits(site, axis) else 0
+        def role(of: _Part) -> object:
+            head_part = of.layout.head_part if of.splits(site, axis) else 0
             # Processes with different queries may have the same keys.
-            context = 0 if axis == "key" else other.layout.context
-            return other.layout.data, context, head_part
+            context = 0 if axis == "key" else of.layout.context
+            return of.layout.data, context, head_part
 
-        of_stage = [other for other in self._parts if other.stage == part.stage]
-        peers = [other for other in of_stage if role(other) == role(part)]
-        return max(peers, key=lambda other: other.member.keys_seen) is part
+        of_stage = [peer for peer in self._parts if peer.stage == part.stage]
+        peers = [peer for peer in of_stage if role(peer) == role(part)]
+        return max(peers, key=lambda peer: peer.member.keys_seen) is part
 
     def split(
         self, vector: Tensor | None, extremes: Sequence[float]

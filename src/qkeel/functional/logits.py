@@ -1,4 +1,5 @@
-"""From q·k to attention weights: factors on the logits, soft caps and normalizers; and losses on output logits."""
+"""From q·k to attention weights: factors on the logits, soft caps and normalizers; losses on output logits; DeepNorm's
+scales of branches."""
 
 from __future__ import annotations
 
@@ -11,6 +12,23 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError, check
+
+
+def qk_products(
+    q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]
+) -> Float[Tensor, "b h t s"]:
+    """Returns the products q·k, where each of the g key heads serves h / g query heads.
+
+    >>> qk_products(torch.ones(1, 2, 1, 3), torch.ones(1, 1, 4, 3)).shape
+    torch.Size([1, 2, 1, 4])
+    """
+    b, h, t, d = q.shape
+    g, s = k.shape[1], k.shape[2]
+    if g == h:
+        return q @ k.mT
+    # The queries that share a key head form one matrix, so that keys are not copied for each of them.
+    return (q.reshape(b, g, h // g * t, d) @ k.mT).view(b, h, t, s)
+
 
 # Position-dependent factors on the logit, and constants for scales.
 

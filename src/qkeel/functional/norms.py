@@ -204,9 +204,6 @@ class _Resize(torch.autograd.Function):
 _Resize.forward.__signature__ = inspect.signature(_Resize.forward)  # type: ignore[attr-defined]
 
 
-# The residual stream: what enters and leaves a block.
-
-
 def stream_statistics(x: Float[Tensor, "... m"]) -> dict[str, Tensor]:
     """Computes the statistics of hidden states [... m], in float32 or wider, without waiting for the device.
 

@@ -9,16 +9,13 @@ import copy
 import inspect
 import types
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, final
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel.autopilot import Ladder, attach
-from qkeel.capture.random_streams import RandomStreams
 from qkeel.errors import QkeelError, RefusedError, RunDirectoryError, caution, needed
 from qkeel.frames import Foreign
 from qkeel.integrations.watched_training import CALLBACK_CADENCE, Sinks, WatchedTraining
@@ -28,7 +25,7 @@ from qkeel.nn import functional_attention
 from qkeel.ops import attention
 from qkeel.patching.modes import Kwargs
 from qkeel.patching.torch_state import constant_when_compiled, running_frames
-from qkeel.records import layer_fields, write_bytes
+from qkeel.records import layer_fields
 from qkeel.remedies.table import RemedySpec
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Sink, Softcap, Softmax
 
@@ -283,8 +280,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     largest logit and the mean entropy. The last planned step is always measured.
 
     With `autopilot`, the callback also limits the logits of the heads that need it (`qkeel.autopilot`). Until its first
-    action, training is bit-identical to training without it. Its state is saved with each checkpoint and restored on
-    resume.
+    action, training is bit-identical to training without it. Its state is part of the optimizer's checkpoints.
 
     With `remedy`, a remedy that acts on optimizer steps is applied to the optimizer that the Trainer has made, and stays
     for good; `handle` is its handle. A refusal is an error in the first pass, before the first step. What the remedy
@@ -345,7 +341,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
                 {name.removesuffix("Callback").lower() for name in callbacks}
             )
         try:
-            self._watch(args, state, model, optimizer, kwargs.get("train_dataloader"))
+            self._watch(state, model, optimizer)
         except (OSError, RunDirectoryError):
             # Where nothing can be written is said before hours of training, not after.
             raise
@@ -359,36 +355,11 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
         self._apply(model, [optimizer])
 
     def _watch(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loader: Foreign,
+        self, state: TrainerState, model: nn.Module, optimizer: Optimizer
     ) -> None:
         monitor = self._begin(model, optimizer, state.global_step)
         if self._policy is not False:
-            saved = _saved(args, state) if state.global_step else None
-            batch = None if saved is None else _example(loader, model)
-            self.pilot = attach(monitor, optimizer, policy=self._policy, batch=batch)
-            if saved is not None and saved.exists():
-                self.pilot.load_state_dict(safetensors.torch.load_file(saved))
-
-    def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        """Saves the autopilot's state with the checkpoint."""
-        checkpoint = _saved(args, state)
-        if (
-            self.pilot is not None
-            and state.is_world_process_zero
-            and checkpoint.parent.is_dir()
-        ):
-            write_bytes(checkpoint, safetensors.torch.save(self.pilot.state_dict()))
+            self.pilot = attach(monitor, optimizer, policy=self._policy)
 
     def on_step_begin(
         self,
@@ -520,31 +491,6 @@ def _loss_of_micro_batch() -> Tensor | None:
         if isinstance(loss, Tensor):
             return loss
     return None
-
-
-def _saved(args: TrainingArguments, state: TrainerState) -> Path:
-    """Returns the autopilot's file in the checkpoint of this step, whose name follows the Trainer's convention."""
-    return (
-        Path(str(args.output_dir))
-        / f"checkpoint-{state.global_step}"
-        / "qkeel_autopilot.safetensors"
-    )
-
-
-def _example(loader: Foreign, model: nn.Module) -> object:
-    """Returns two training examples as model inputs, drawn without advancing a random number generator."""
-    streams = RandomStreams()
-    try:
-        examples = loader.collate_fn([loader.dataset[0], loader.dataset[1]])
-    except (AttributeError, IndexError, TypeError):  # the dataset cannot be indexed
-        return None
-    finally:
-        streams.restore()
-    device = next(model.parameters()).device
-    return {
-        name: x.to(device) if isinstance(x, torch.Tensor) else x
-        for name, x in examples.items()
-    }
 
 
 def _calling_handler(callback: TrainerCallback) -> CallbackHandler | None:

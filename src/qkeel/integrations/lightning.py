@@ -11,7 +11,6 @@ from torch import nn
 from qkeel.autopilot import Ladder, attach
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidValueError, needed
-from qkeel.handle import State
 from qkeel.integrations.watched_training import CALLBACK_CADENCE, Sinks, WatchedTraining
 from qkeel.monitor import Cadence, Rule
 from qkeel.monitor.token_classes import MaskSource
@@ -38,9 +37,9 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
     for good; `handle` is its handle. A refusal is an error in the first pass, before the first step. What the remedy must
     remember is part of the optimizers' checkpoints.
 
-    With `autopilot`, the callback also limits the logits of the heads that need it (`qkeel.autopilot`); Lightning's
-    checkpoints contain its state. When training resumes within an epoch, Lightning repeats the first batches of that
-    epoch unless the data loader has a `state_dict()`; with such a loader, the resumed training is bit-identical.
+    With `autopilot`, the callback also limits the logits of the heads that need it (`qkeel.autopilot`); the
+    optimizers' checkpoints contain its state. When training resumes within an epoch, Lightning repeats the first batches of
+    that epoch unless the data loader has a `state_dict()`; with such a loader, the resumed training is bit-identical.
 
     Args:
         module: the dotted name of the module to watch.
@@ -51,7 +50,7 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
         query_mask: see `qkeel.watch`.
         autopilot: True for the default policy, or a policy.
         remedy: remedies on optimizer steps, such as "qk_clip:threshold=15,steps=matched" or "lalr:tau=0.1".
-        batch: an input of the module, which an autopilot needs to resume.
+        batch: an input of the module, in which an autopilot that resumes finds attention at once.
 
     Raises:
         InvalidValueError: the remedy changes the model itself, or an autopilot is given too.
@@ -72,8 +71,6 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
     ) -> None:
         super().__init__(every, sinks, rules, query_mask, autopilot, remedy)
         self._module, self._batch = module, batch
-        # Loaded from a checkpoint.
-        self._state: State = {}
         self._last: float = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -93,10 +90,6 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
             self._last = trainer.estimated_stepping_batches - 1
         if self._policy is not False:
             self.pilot = attach(monitor, held, policy=self._policy, batch=self._batch)
-            # Used for this fit only.
-            state, self._state = self._state, {}
-            if state:
-                self.pilot.load_state_dict(state)
         self._apply(model, held)
 
     def on_train_batch_start(
@@ -147,14 +140,6 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
         """Stops watching a training run that failed."""
         self.close(complete=False)
 
-    def state_dict(self) -> State:
-        """Returns the autopilot's state, which Lightning saves in its checkpoints."""
-        return {} if self.pilot is None else self.pilot.state_dict()
-
-    def load_state_dict(self, state_dict: State) -> None:
-        """Keeps the autopilot's state; Lightning calls this before `on_fit_start`."""
-        self._state = state_dict
-
     def _watched(self, module: nn.Module) -> nn.Module:
         if self._module is not None:
             watched = dict(module.named_modules()).get(self._module)
@@ -178,6 +163,5 @@ def _step(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
-QkeelCallback = (
-    LightningCallback  # the name until 0.1, which the callback of transformers has too
-)
+# The name until 0.1, which the callback of transformers has too
+QkeelCallback = LightningCallback

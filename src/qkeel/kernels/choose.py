@@ -1,4 +1,8 @@
-"""The kernel that "auto" chooses for a call, from a table of measured preferences."""
+"""The kernel that "auto" chooses for a call of attention, from a table of measured preferences.
+
+Statistics on a GPU choose in `kernels.logits.gpu`, norms and rotations in `kernels.norm_rope.encode`; whether Triton can be
+used is said by `kernels.triton_access`.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from qkeel.functional.norms import unrounded
-from qkeel.spec.call import AttentionCall
+from qkeel.spec.call import AttentionCall, LogitCall
 from qkeel.spec.slot import Keys, Logits, Outputs, Queries, Values
 
 # The kernel interface. A kernel refuses what it cannot compute exactly, with the reason, before it computes anything.
@@ -45,13 +45,13 @@ class Kernel(abc.ABC):
 LEAST_UNDER_WINDOW = 128
 
 
-def row_blocks(call: AttentionCall, elements: int, least: int = 1) -> Iterator[slice]:
+def row_blocks(call: LogitCall, elements: int, least: int = 1) -> Iterator[slice]:
     """Yields blocks of at least `least` query rows with about `elements` logits each, for O(T) memory at any T.
 
     Under a window, blocks are about as tall as the window is wide, so that they contain few keys outside it.
     """
-    b, h, t, _ = call.q.shape
-    rows = max(1, min(t, max(least, elements // max(1, b * h * call.k.shape[2]))))
+    b, h, t, s = call.scores_shape
+    rows = max(1, min(t, max(least, elements // max(1, b * h * s))))
     if call.window is not None:
         rows = min(rows, max(LEAST_UNDER_WINDOW, call.window))
     for start in range(0, t, rows):

@@ -1,4 +1,5 @@
-"""Per-head statistics of attention logits for any kernel, block by block without a T×T matrix.
+"""From q and k to per-head statistics of logits, for any kernel, block by block without a T×T matrix; the formulas are those
+of `functional.statistics`.
 
 Shapes: b batch, t queries, s keys, h query heads, g key heads, d dimensions per head, r rows of a block.
 """
@@ -22,7 +23,7 @@ from qkeel.functional.bounds import (
     reduce_changes,
 )
 from qkeel.functional.class_statistics import Members
-from qkeel.functional.logits import entropy
+from qkeel.functional.logits import entropy, qk_products
 from qkeel.functional.norms import wide
 from qkeel.functional.statistics import (
     KernelRows,
@@ -33,6 +34,7 @@ from qkeel.functional.statistics import (
     extreme_rows,
     logit_rows,
     merge,
+    no_product_rows,
     product_rows,
     reduce_fields,
     reduce_kernel_rows,
@@ -47,9 +49,8 @@ from qkeel.kernels.contract import row_blocks
 from qkeel.kernels.logits import compiled as logit_pass
 from qkeel.kernels.logits.gpu import extremes, row_fields
 from qkeel.metrics import ALARM_THRESHOLD
-from qkeel.spec.call import AttentionCall
-from qkeel.spec.logits import Normalizer, Sink
-from qkeel.spec.rope import NoPosition
+from qkeel.spec.call import AttentionCall, LogitCall
+from qkeel.spec.logits import Normalizer
 from qkeel.spec.slot import Params, PerRow
 
 # Logits per block: 4 MB in float32, which stays in cache during the passes over a block.
@@ -63,7 +64,7 @@ ROWS = 64
 
 
 @torch.no_grad()
-def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> LogitStats:
+def logit_stats(call: LogitCall, threshold: float = ALARM_THRESHOLD) -> LogitStats:
     """Computes exact statistics of the logits, weights, norms and angles of a call.
 
     Masked pairs and query rows excluded by the call's `query_mask` are not counted. share_above is the share of logits
@@ -73,31 +74,41 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
     if call_fields is not None:
         fields, n_keys, k_norm, counted, keys_seen = call_fields
         return reduce_fields(fields, n_keys, counted, k_norm, keys_seen)
-    sink = sink_logit(call.spec.normalizer, call.params, call.q)
-    keys_seen = _keys_seen(call)
     q, k = call.encoded()
-    q_norm, k_norm = q.norm(dim=-1), k.norm(dim=-1)
+    keys_seen = _keys_seen(call, k)
+    q_norm = None if call.q is None else q.norm(dim=-1)
+    k_norm = None if call.k is None else k.norm(dim=-1)
     classes = None if call.classes is None else call.classes.members(q.dtype)
+    unit, sink = call.unit, call.sink
     blocks = []
     for rows, keys in _blocks(call):
         # Class members are indexed from the first key.
         keys = keys if classes is None else slice(0, keys.stop)
         z, visible_keys = _logits(call, q, k, rows, keys)
-        products, unit = _products(call, q, k, rows, keys)
-        products = z if products is None else visible_keys.blank_(products)
-        # The order matters: logit_rows lowers z, _weight_rows overwrites it.
-        angles = product_rows(
-            products, unit, q_norm[:, :, rows], k_norm[:, :, keys], visible_keys
-        )
+        # The order matters: logit_rows lowers z, weight_rows overwrites it.
+        if q_norm is None or k_norm is None:
+            angles = no_product_rows(z[..., 0])
+        else:
+            norms = q_norm[:, :, rows], k_norm[:, :, keys]
+            products = z
+            if unit is None:
+                products = qk_products(q[:, :, rows], k[:, :, keys])
+                products = visible_keys.blank_(products)
+            angles = product_rows(products, unit or 1.0, *norms, visible_keys)
         entering = _entering(call, z, q, k, rows, keys, visible_keys)
         logits = logit_rows(z, visible_keys, threshold, classes)
         if entering is not None:
             logits["spread"] = spread_rows(entering, visible_keys)
-        blocks.append(
-            RowStats(
-                **angles, **logits, **_weight_rows(call, z, visible_keys, classes, sink)
-            )
+        if call.spec.cap.kind != "none":
+            z = visible_keys.blank_(call.capped_scores(z, rows, keys))
+            z = visible_keys.lower_(z)
+        of_rows = sink
+        if sink is not None and sink.shape[2] > 1:
+            of_rows = sink[:, :, rows]
+        weights = _weight_rows(
+            call.spec.normalizer, call.params or {}, z, visible_keys, classes, of_rows
         )
+        blocks.append(RowStats(**angles, **logits, **weights))
     if not blocks:
         return LogitStats.empty(q.shape[1], k.shape[1], q)
     row_stats = blocks[0] if len(blocks) == 1 else RowStats.cat(blocks)
@@ -108,18 +119,19 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
 
 
 @torch.no_grad()
-def max_stats(call: AttentionCall) -> LogitStats:
+def max_stats(call: LogitCall) -> LogitStats:
     """Like `logit_stats`, but with max_logit, min_logit and logit_spread only and neutral values in all other fields,
     at less than half the cost."""
-    fields: Tensor | tuple[Tensor, ...] | None = logit_pass.extremes_of(call)
-    if fields is None:
-        fields = extremes(call)
-    if fields is None:
-        # Above no threshold, which spares counting.
-        rows_of_gpu = row_fields(call, torch.inf)
-        fields = None if rows_of_gpu is None else rows_of_gpu[0][:3]
-    if fields is not None:
-        return extreme_stats(*fields, counted=call.query_mask)
+    if isinstance(call, AttentionCall):
+        fields: Tensor | tuple[Tensor, ...] | None = logit_pass.extremes_of(call)
+        if fields is None:
+            fields = extremes(call)
+        if fields is None:
+            # Above no threshold, which spares counting.
+            rows_of_gpu = row_fields(call, torch.inf)
+            fields = None if rows_of_gpu is None else rows_of_gpu[0][:3]
+        if fields is not None:
+            return extreme_stats(*fields, counted=call.query_mask)
     q, k = call.encoded()
     # Without keys there is no block.
     empty = q.new_full((*q.shape[:2], 1), -torch.inf)
@@ -148,17 +160,19 @@ class CallRows(NamedTuple):
 
 
 @torch.no_grad()
-def call_rows(
-    call: AttentionCall, threshold: float = ALARM_THRESHOLD
-) -> CallRows | None:
+def call_rows(call: LogitCall, threshold: float = ALARM_THRESHOLD) -> CallRows | None:
     """Computes what `logit_stats` reduces, in one kernel; None if none supports the call."""
+    if not isinstance(call, AttentionCall):
+        return None
     rows = logit_pass.rows_of(call, threshold)
     if rows is None:
         rows = row_fields(call, threshold)
     if rows is None:
         return None
     return CallRows(
-        *rows, call.query_mask, None if _all_keys_seen(call) else _keys_seen(call)
+        *rows,
+        call.query_mask,
+        None if _all_keys_seen(call) else _keys_seen(call, call.k),
     )
 
 
@@ -292,7 +306,7 @@ def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
     Other fields are neutral, with n_pairs 0. Rows excluded by the call's `query_mask` are not counted. Logits are those
     of q and k in the kernel's precision.
     """
-    sink = sink_logit(call.spec.normalizer, call.params, call.q)
+    sink = call.sink
     if sink is not None:
         row_entropy, _ = with_sink(
             rows.entropy, rows.entropy, rows.lse, sink.to(rows.lse)
@@ -348,17 +362,6 @@ def _no_statistics(
     return LogitStats.empty(heads, heads, like).tensors()
 
 
-def sink_logit(
-    normalizer: Normalizer, params: Params, like: Tensor
-) -> Float[Tensor, "#h 1"] | None:
-    """Returns the logit of each head's sink, on the device of `like`; None if the softmax has no sink."""
-    if not isinstance(normalizer, Sink):
-        return None
-    if not normalizer.learned:
-        return torch.full((1, 1), normalizer.init, device=like.device)
-    return params["sink"].detach().flatten()[:, None]
-
-
 # The change of the logits between two steps, and the logsumexps of rows.
 
 
@@ -388,9 +391,7 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
     a, c = change_factors(*_scaled(before), *_scaled(after))
     parts = []
     for rows, keys in _blocks(after):
-        change = NoPosition().scores(
-            a[:, :, rows], c[:, :, keys], after.pos_q[:, rows], after.pos_k[:, keys], {}
-        )
+        change = qk_products(a[:, :, rows], c[:, :, keys])
         biases = [call.bias(rows, keys) for call in (before, after)]
         if biases[0] is not None and biases[1] is not None:
             change = change + (biases[1] - biases[0]).to(change.dtype)
@@ -403,16 +404,39 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
 
 
 @torch.no_grad()
-def row_logsumexp(call: AttentionCall) -> PerRow:
+def score_change(before: LogitCall, after: LogitCall) -> LogitChange:
+    """Like `logit_change`, but as a difference of logits, with their rounding errors.
+
+    Raises: ShapeError if the calls differ in shape.
+    """
+    if before.scores_shape != after.scores_shape:
+        raise ShapeError(
+            f"expected two calls on the same batch, got scores {before.scores_shape} and then {after.scores_shape}"
+        )
+    operands = before.encoded(), after.encoded()
+    parts = []
+    for rows, keys in _blocks(after):
+        visible_keys = _visible_keys(after, rows, keys)
+        old, new = (
+            call.scores(q[:, :, rows], k[:, :, keys], rows, keys)
+            for call, (q, k) in zip((before, after), operands)
+        )
+        change = visible_keys.blank_(new) - visible_keys.blank_(old)
+        parts.append(change_rows(change, visible_keys))
+    return reduce_changes(parts, after.query_mask)
+
+
+@torch.no_grad()
+def row_logsumexp(call: LogitCall) -> PerRow:
     """Returns ln Σ exp(capped logit) over the keys of each row, without a sink, in nats; -inf for rows that see no
     key."""
     q, k = call.encoded()
-    lse, cap = q.new_full(q.shape[:-1], -torch.inf), call.spec.cap
+    lse = q.new_full(q.shape[:-1], -torch.inf)
     for rows, keys in _blocks(call):
         z, visible_keys = _logits(call, q, k, rows, keys)
-        z = visible_keys.lower_(
-            z if cap.kind == "none" else visible_keys.blank_(cap.apply(z))
-        )
+        if call.spec.cap.kind != "none":
+            z = visible_keys.blank_(call.capped_scores(z, rows, keys))
+        z = visible_keys.lower_(z)
         none = visible_keys.counts(z.shape[2], z.device) == 0
         lse[:, :, rows] = z.logsumexp(-1).masked_fill(none, -torch.inf)
     return lse
@@ -431,21 +455,20 @@ def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return q * call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype), k
 
 
-def _blocks(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
+def _blocks(call: LogitCall) -> Iterator[tuple[slice, slice]]:
     """Yields blocks of rows, each with the range of keys that its rows can see; nothing if there are no keys."""
     # A maximum over nothing is an error.
-    if not call.k.shape[2]:
+    if not call.scores_shape[3]:
         return
-    for rows in row_blocks(
-        call, BLOCK if call.q.device.type == "cpu" else BLOCK_OFF_CPU, ROWS
-    ):
+    is_on_cpu = call.query_device.type == "cpu"
+    for rows in row_blocks(call, BLOCK if is_on_cpu else BLOCK_OFF_CPU, ROWS):
         keys = call.span(rows)
         # A hidden key instead of none, because a maximum needs one.
         yield rows, keys if keys.stop > keys.start else slice(0, 1)
 
 
 def _logits(
-    call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice
+    call: LogitCall, q: Tensor, k: Tensor, rows: slice, keys: slice
 ) -> tuple[Tensor, VisibleKeys]:
     """Returns the blanked logits of a block of encoded q and k, before the cap, and the visible keys."""
     visible_keys = _visible_keys(call, rows, keys)
@@ -455,7 +478,7 @@ def _logits(
 
 
 def _entering(
-    call: AttentionCall,
+    call: LogitCall,
     z: Tensor,
     q: Tensor,
     k: Tensor,
@@ -472,7 +495,7 @@ def _entering(
     return visible_keys.blank_(cap.apply(z))
 
 
-def _visible_keys(call: AttentionCall, rows: slice, keys: slice) -> VisibleKeys:
+def _visible_keys(call: LogitCall, rows: slice, keys: slice) -> VisibleKeys:
     start, n = 0, keys.stop - keys.start
     if call.causal and call.plain and call.mask is None and call.window is None:
         # Every row of the block sees the keys before the block's diagonal.
@@ -485,42 +508,7 @@ def _visible_keys(call: AttentionCall, rows: slice, keys: slice) -> VisibleKeys:
     return VisibleKeys(visible, n if visible is None else start, n)
 
 
-def _products(
-    call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice
-) -> tuple[Tensor | None, float]:
-    """Returns unit · q·k of a block (None if it equals the logits) and the unit."""
-    unit = call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype)
-    added = call.mask is not None and call.mask.dtype != torch.bool
-    # The logits are then the products times one number.
-    if call.spec.position.folds and not added and isinstance(unit, float) and unit > 0:
-        return None, unit
-    products = NoPosition().scores(
-        q[:, :, rows],
-        k[:, :, keys],
-        call.pos_q[:, rows],
-        call.pos_k[:, keys],
-        call.params,
-    )
-    return products, 1.0
-
-
 def _weight_rows(
-    call: AttentionCall,
-    z: Tensor,
-    visible_keys: VisibleKeys,
-    members: Members | None,
-    sink: Tensor | None,
-) -> dict[str, Tensor]:
-    """Returns the fields of `weight_rows` for lowered logits before the cap, which it overwrites."""
-    cap = call.spec.cap
-    if cap.kind != "none":
-        z = visible_keys.lower_(visible_keys.blank_(cap.apply(z)))
-    return weight_rows(
-        call.spec.normalizer, call.params, z, visible_keys, members, sink
-    )
-
-
-def weight_rows(
     normalizer: Normalizer,
     params: Params,
     z: Tensor,
@@ -554,12 +542,12 @@ def weight_rows(
     }
 
 
-def _keys_seen(call: AttentionCall) -> Tensor:
-    """Returns which keys [b g s] are seen by at least one counted row, in any of the heads that share them."""
-    b, g, s, _ = call.k.shape
+def _keys_seen(call: LogitCall, k: Tensor) -> Tensor:
+    """Returns which of the keys k are seen [b g s] by at least one counted row, in any of the heads that share them."""
+    b, g, s, _ = k.shape
     counted = call.query_mask
     if _all_keys_seen(call):
-        return torch.ones(b, g, s, dtype=torch.bool, device=call.k.device)
+        return torch.ones(b, g, s, dtype=torch.bool, device=k.device)
     # As padding is.
     same_for_rows = call.mask is None or call.mask.shape[2] == 1
     # The last row that counts then sees every key that any of them sees.
@@ -568,7 +556,7 @@ def _keys_seen(call: AttentionCall) -> Tensor:
     )
     if plain_call and same_for_rows and not call.pos_q.is_floating_point():
         return _keys_before(call)
-    keys_seen = torch.zeros(b, g, s, dtype=torch.bool, device=call.k.device)
+    keys_seen = torch.zeros(b, g, s, dtype=torch.bool, device=k.device)
     for rows, keys in _blocks(call):
         visible = call.visible(rows, keys)
         if visible is None:
@@ -586,7 +574,7 @@ def _keys_seen(call: AttentionCall) -> Tensor:
     return keys_seen
 
 
-def _all_keys_seen(call: AttentionCall) -> bool:
+def _all_keys_seen(call: LogitCall) -> bool:
     """True if it is known that all keys are seen, without reading masks and positions."""
     if call.query_mask is not None or call.mask is not None:
         return False

@@ -26,7 +26,7 @@ from qkeel.lab.studies import find_study
 from qkeel.lab.study_file import joined_study, read_study, study_of
 from qkeel.lab.tasks import load_task
 from qkeel.lab.train import evaluate, measure_probe, train_step
-from qkeel.lab.tuning import FOLDER, tuned_plan, tuning_plan
+from qkeel.lab.tuning import TUNING_FOLDER, tuned_plan, tuning_plan
 from qkeel.options import Json
 from qkeel.records import (
     EXTRAPOLATION_COLUMNS,
@@ -251,7 +251,9 @@ def tune(plan: Plan, out: Path, execution: Execution) -> Plan:
     Raises:
         RunDirectoryError: a tuning run has not finished, or the directory contains another study.
     """
-    return tuned_plan(plan, run_plan(tuning_plan(plan), out / FOLDER, execution).table)
+    return tuned_plan(
+        plan, run_plan(tuning_plan(plan), out / TUNING_FOLDER, execution).table
+    )
 
 
 def write_tables(out: Path) -> tuple[list[Json], list[Json]]:
@@ -372,7 +374,7 @@ def _study(out: Path, plan: Plan, command: str) -> Json:
     if (out / "study.json").exists():
         return joined_study(out, read_study(out), new)
     if out.exists() and any(
-        not p.name.startswith("lock") and p.name != FOLDER for p in out.iterdir()
+        not p.name.startswith("lock") and p.name != TUNING_FOLDER for p in out.iterdir()
     ):
         raise RunDirectoryError(
             f"{out} is not empty and has no study.json, so it is not a study directory. "

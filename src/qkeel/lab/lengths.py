@@ -18,9 +18,9 @@ from qkeel.errors import DamagedFileError, RefusedError, caution
 from qkeel.lab.angles import Range, attentions, cosine_ranges, outside
 from qkeel.lab.build_run import autocast, layers, resolve, threads
 from qkeel.lab.checkpoint import RunState, load
-from qkeel.lab.claims import claimed
 from qkeel.lab.config import RunConfig, with_values
 from qkeel.lab.plan import LongContexts, Method
+from qkeel.lab.run_claims import claimed
 from qkeel.lab.run_record import measuring
 from qkeel.lab.text import batch, long_texts
 from qkeel.lab.text import load as load_corpus
@@ -281,13 +281,13 @@ def predict(model: nn.Module, tokens: Tensor, targets: Tensor) -> Predicted:
     return Predicted(torch.cat(hits), torch.cat(losses))
 
 
-def long_rows(out: Path, about: Json) -> list[Json]:
+def long_rows(out: Path, study: Json) -> list[Json]:
     """Returns one row per run, method and length, with the columns records.EXTRAPOLATION_COLUMNS.
 
     Values that were not measured are None.
     """
     table = []
-    for entry in about["runs"]:
+    for entry in study["runs"]:
         directory = RunDirectory(out / "runs" / entry["run_id"])
         done = directory.status is RunStatus.DONE
         lines = (
@@ -304,9 +304,9 @@ def long_rows(out: Path, about: Json) -> list[Json]:
             "seed": entry["seed"],
             "run_id": entry["run_id"],
         }
-        named["train_length"] = about["base"][entry["role"]]["data"]["context"]
+        named["train_length"] = study["base"][entry["role"]]["data"]["context"]
         named["max_logit"] = directory.summary()["max_logit"] if done else None
-        contexts = LongContexts(**about["contexts"]).of(entry["remedy"])
+        contexts = LongContexts(**study["contexts"]).of(entry["remedy"])
         for posthoc, length in contexts.pairs:
             row = {
                 **lines.get((posthoc, length), {}),

@@ -10,8 +10,7 @@ from qkeel.errors import RunDirectoryError
 from qkeel.lab.plan import Plan
 from qkeel.options import Json
 
-# The folder in a study's directory that contains the tuning runs.
-FOLDER = "tuning"
+TUNING_FOLDER = "tuning"
 
 
 def tuning_plan(plan: Plan) -> Plan:

@@ -68,11 +68,9 @@ class CallStatistics:
         counted = self.tokens.on(call)
         if self._wanted == "max":
             return maxima(counted)
-        rows = None
-        if not isinstance(counted, ScoresCall):
-            # Statistics are computed in the call's precision, not in autocast's.
-            with torch.autocast(counted.q.device.type, enabled=False):
-                rows = call_rows(counted)
+        # Statistics are computed in the call's precision, not in autocast's.
+        with torch.autocast(counted.query_device.type, enabled=False):
+            rows = call_rows(counted)
         return statistics(counted) if rows is None else rows
 
     def plain(
@@ -183,12 +181,7 @@ def add_gates(numbers: PassNumbers, site: str, call: Seen) -> None:
 def _learned_sink(call: Seen) -> Tensor | None:
     """The logit of each head's learned sink, which broadcasts to [b h t]; None if there is no learned sink."""
     normalizer = call.spec.normalizer
+    # Of columns that are no keys, the model makes the logits.
     is_learned = isinstance(normalizer, Sink) and normalizer.learned
-    if isinstance(call, ScoresCall):
-        if call.sink is None or not (is_learned or call.params is None):
-            return None
-        return call.sink.to(widest(call.sink.device))
-    if not is_learned:
-        return None
-    sink = call.params["sink"].detach().flatten().to(widest(call.q.device))
-    return sink[None, :, None]
+    sink = call.sink if is_learned or call.params is None else None
+    return None if sink is None else sink.to(widest(sink.device))

@@ -44,15 +44,14 @@ def first_empty_row(call: ScoresCall) -> Tensor | None:
 
     None if no row can be: fused kernels give such rows zeros, and a sink makes them finite.
     """
-    hidden = call.hidden
     if (
-        hidden is None
+        call.mask is None
         or call.sink is not None
         or call.spec.normalizer.kind != "softmax"
     ):
         return None
     # A mask of a large negative number hides keys from the statistics, and leaves softmax finite.
-    is_empty = (hidden.all(-1) & (call.capped[..., 0] == -torch.inf)).any(1)
+    is_empty = (~call.mask.any(-1) & (call.capped[..., 0] == -torch.inf)).any(1)
     n_samples, n_queries = is_empty.shape
     device = is_empty.device
     samples = torch.arange(n_samples, device=device)[:, None] * _QUERIES

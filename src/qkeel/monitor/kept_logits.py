@@ -7,7 +7,7 @@ from typing import final
 import numpy as np
 
 from qkeel.monitor.history import History
-from qkeel.monitor.rules import Alarm, largest_logit, remedy_bound
+from qkeel.monitor.rules import Alarm, remedy_bound, widest_spread
 from qkeel.monitor.thresholds import APPROACH_FLOOR
 from qkeel.sites.logit_sample import LogitSample
 
@@ -29,7 +29,7 @@ class KeptLogits:
 
     def choose(self, history: History) -> None:
         """Chooses the layer whose logits the next passes keep, by the last record."""
-        top = largest_logit(history)
+        top = widest_spread(history)
         is_high = top is not None and top.value > APPROACH_FLOOR
         self.site = history.where(top.at)[0] if top and is_high else None
 

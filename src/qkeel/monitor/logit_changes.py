@@ -8,10 +8,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from qkeel.capture.calls import ScoresCall, Seen, scores_change
+from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import Arguments
 from qkeel.functional.bounds import LogitChange
-from qkeel.kernels.statistics import logit_change
+from qkeel.kernels.statistics import logit_change, score_change
 from qkeel.patching.autograd import version_of
 from qkeel.sites.tap import Tap
 from qkeel.spec import AttentionCall
@@ -71,7 +71,7 @@ def frozen(call: Seen) -> Seen:
 def change_between(before: Seen, after: Seen) -> LogitChange | None:
     """The change of the logits between two calls of one site with the same batch; None if they do not match."""
     if isinstance(before, ScoresCall) and isinstance(after, ScoresCall):
-        return scores_change(before, after)
+        return score_change(before, after)
     if isinstance(before, AttentionCall) and isinstance(after, AttentionCall):
         # Products of differences need full precision.
         with torch.autocast(after.q.device.type, enabled=False):

@@ -12,7 +12,7 @@ from qkeel import distributed as dist
 from qkeel.audit.output_gates import GateMode
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import ModuleCall, tensors
-from qkeel.capture.intercept import CaptureMode, Search
+from qkeel.capture.intercept import CaptureMode
 from qkeel.distributed.reduce import WHOLE_MODEL
 from qkeel.errors import caution
 from qkeel.handle import Handle, compose
@@ -136,7 +136,7 @@ class StepNumbers(Visitor):
         push_mode(gates)
         return compose([hidden, Handle(lambda: take_off(gates))])
 
-    def search(self) -> Search | None:
+    def search(self) -> Callable[..., object] | None:
         return self._look if self.sites.searches else None
 
     def _look(self, frame: ModuleCall, /, *, chooses: bool) -> None:

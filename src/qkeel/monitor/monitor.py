@@ -1,4 +1,8 @@
-"""The monitor of a training run, and what it does at the end of each step and of the run."""
+"""The monitor of a training run, and what it does at the end of each step and of the run.
+
+`sites.tap` measures the attention calls of a pass, which `capture.intercept` sees; the hooks around a step are in
+`patching.optimizers`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ from qkeel.monitor.kept_logits import KeptLogits
 from qkeel.monitor.logit_changes import LogitChanges
 from qkeel.monitor.measure import StepNumbers
 from qkeel.monitor.nan_origin import NOT_FOUND, NanOrigin
-from qkeel.monitor.numbers import Number, NumberKey, Stats
+from qkeel.monitor.numbers import Number, NumberKey, StatsBySite
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.recorder import PendingStep, Recorder
 from qkeel.monitor.rules import Alarm, Rule, Severity
@@ -129,7 +133,7 @@ class Monitor(Handle):
         # The models that have made a pass since the last step, where each step is a pass of each.
         self._passed: dict[Phase, set[str]] = {"train": set(), "eval": set()}
         # What was read before the end of its step.
-        self._taken: dict[Phase, list[Stats]] = {"train": [], "eval": []}
+        self._taken: dict[Phase, list[StatsBySite]] = {"train": [], "eval": []}
         # What has been sent of the monitor's own counts.
         self._calls: dict[Phase, float] = {"train": 0, "eval": 0}
         self._seconds = 0.0
@@ -267,7 +271,7 @@ class Monitor(Handle):
         """The number of forward passes so far, measured or not."""
         return self._steps.begun
 
-    def read(self, phase: Phase | None = None) -> Stats:
+    def read(self, phase: Phase | None = None) -> StatsBySite:
         """Returns the statistics of all passes measured since the last read, keyed by site name, on the CPU.
 
         Those of trained passes ("train") and of others ("eval") are kept apart. If no phase is given, the statistics of
@@ -279,7 +283,7 @@ class Monitor(Handle):
         self._settle()
         is_trained = self._recorder.has("train") or self._has("train")
         shown_phase = phase or ("train" if is_trained else "eval")
-        recent: Stats = {}
+        recent: StatsBySite = {}
         # A step that several processes measure together has no statistics before its end.
         if shown_phase == "eval" or not self._group.records_jointly:
             recent = on_host(self._merged(lambda tap: tap.take(shown_phase)))
@@ -463,7 +467,7 @@ class Monitor(Handle):
         """Returns whether there are statistics of the current step to read."""
         return any([numbers.tap.has(phase) for numbers in self._models.values()])
 
-    def _merged(self, read: Callable[[Tap], Stats]) -> Stats:
+    def _merged(self, read: Callable[[Tap], StatsBySite]) -> StatsBySite:
         """Returns what is read from the taps, by the names of sites in all models."""
         if "" in self._models:
             return read(self._models[""].tap)
@@ -609,7 +613,7 @@ class Monitor(Handle):
                 self._steps.measured(step)
         self._recorder.settle(wait=False)
 
-    def _counts(self, phase: Phase, stats: Stats) -> dict[str, float]:
+    def _counts(self, phase: Phase, stats: StatsBySite) -> dict[str, float]:
         """How much of the models these statistics cover, and the monitor's own work since the previous measured step,
         keyed by the names in records.MONITOR_FIELDS."""
         models = [*self._models.values()]

@@ -35,16 +35,15 @@ from qkeel.monitor.finite_stages import (
 )
 from qkeel.patching.forward import ForwardPasses, extra_pass
 from qkeel.patching.guards import FaultGuard
-from qkeel.patching.roles import tensors_within
+from qkeel.patching.held_objects import tensors_within
 from qkeel.sites.softmax_weights import captured_calls
 
 NOT_FOUND = (
     "gradients are not finite, and nothing in the step's passes is when they are made again: look at what changes "
     "gradients after backward, such as clipping, a hook or the reduction over processes"
 )
-PASSES = (
-    32  # of one step that are kept; of more, such as 100 micro-batches, the last ones
-)
+# Of one step that are kept; of more, such as 100 micro-batches, the last ones
+PASSES = 32
 _OFF = "looking for the origin of a NaN failed and is off: {}. Training goes on"
 
 # Modules whose buffers every training pass changes, beneath what versions show.
@@ -121,9 +120,8 @@ class NanOrigin(Handle):
         self._report = report
         self._passes: collections.deque[KeptPass] = collections.deque(maxlen=PASSES)
         self._running: KeptPass | None = None
-        self._has_stepped = (
-            False  # whether an optimizer has stepped on the passes that are kept
-        )
+        # Whether an optimizer has stepped on the passes that are kept
+        self._has_stepped = False
         self._forwards = ForwardPasses(
             model, self._before, self._after, guard=self.guard, owner=self
         )
@@ -144,7 +142,7 @@ class NanOrigin(Handle):
     def _before(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: object
     ) -> None:
-        # Only now, as several optimizers step on the same passes.
+        # Passes are dropped here and not after a step, as several optimizers may step on the same passes.
         if self._has_stepped:
             self._has_stepped = False
             self._passes.clear()

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from qkeel.functional.statistics import LogitStats
 
-# The statistics of calls by site.
-Stats = Mapping[str, LogitStats]
+StatsBySite = Mapping[str, LogitStats]
 Reduction = Literal["mean", "root_mean", "root", "max", "min", "total"]
 # A site, "" for the whole model, and the name of a number; or several sites, one row of the number for each.
 NumberKey = tuple[str | tuple[str, ...], str]

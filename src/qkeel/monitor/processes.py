@@ -1,4 +1,7 @@
-"""The processes of a run that watch one model: how they introduce themselves, and their exchange in a measured step."""
+"""The processes of a run that watch one model: how they introduce themselves, and their exchange in a measured step.
+
+`distributed.reduce` merges the numbers that they exchange.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from qkeel.distributed.layout import (
 )
 from qkeel.distributed.reduce import Member, SharedTable
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
-from qkeel.monitor.numbers import Numbers, Stats
+from qkeel.monitor.numbers import Numbers, StatsBySite
 from qkeel.monitor.sample import site_facts
 from qkeel.monitor.step_vector import StepVector, flatten, vector_of
 from qkeel.patching.sharded_models import process_store, running_stage
@@ -135,7 +138,7 @@ class ProcessGroup:
 
     def send(
         self,
-        stats: Stats,
+        stats: StatsBySite,
         numbers: Numbers,
         monitor: Mapping[str, float],
         *,
@@ -201,7 +204,7 @@ class ProcessGroup:
                 for point in ("begins", "meets"):
                     withdraw(f"{self._name} {point}")
 
-    def _meet(self, stats: Stats, numbers: Numbers) -> None:
+    def _meet(self, stats: StatsBySite, numbers: Numbers) -> None:
         """Lets all processes introduce themselves, and finds those that run the same model as this one."""
         if self._group is None:
             if absent(f"{self._name} meets", time_limit(), "the monitor"):
@@ -236,7 +239,7 @@ class ProcessGroup:
             name = f"{self._name} of a model"
             self._group = None if self._alone else OwnGroup(name, ranks)
 
-    def _introduced(self, stats: Stats, numbers: Numbers) -> Member:
+    def _introduced(self, stats: StatsBySite, numbers: Numbers) -> Member:
         """Returns the description of this process, which has measured this.
 
         Raises: RefusedError if the weights are split in an unrecognised way, or if some but not all of several models

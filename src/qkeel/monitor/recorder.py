@@ -19,7 +19,7 @@ from qkeel.monitor.alarms import AlarmLog
 from qkeel.monitor.forecast import PlannedRates
 from qkeel.monitor.history import History, LogitLimit, Recording
 from qkeel.monitor.kept_logits import KeptLogits
-from qkeel.monitor.numbers import Stats
+from qkeel.monitor.numbers import StatsBySite
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.rules import Alarm, Rule, Severity
 from qkeel.monitor.sample import Sample
@@ -57,7 +57,7 @@ class PendingStep(NamedTuple):
     phase: Phase
     vector: StepVector
     counts: Mapping[str, float]
-    unread: Stats | None
+    unread: StatsBySite | None
     types: Mapping[str, str]
     limits: Mapping[str, LogitLimit]
 
@@ -109,11 +109,11 @@ class Recorder:
         # Sinks that failed.
         self.dropped = 0
         # Loaded from a checkpoint, until the first numbers arrive.
-        self._carried: State = {}
+        self._loaded: State = {}
         self._pending: list[PendingStep] = []
         # Steps whose statistics nobody has read, and statistics of steps that were read in part.
         self._unread: dict[Phase, list[StepVector]] = {"train": [], "eval": []}
-        self._rests: dict[Phase, list[Stats]] = {"train": [], "eval": []}
+        self._rests: dict[Phase, list[StatsBySite]] = {"train": [], "eval": []}
 
     def expect(self, pending: PendingStep) -> None:
         """Takes a step, which is recorded when its numbers have arrived."""
@@ -146,7 +146,7 @@ class Recorder:
         """Returns whether there are statistics of recorded steps that nobody has read."""
         return bool(self._unread[phase] or self._rests[phase])
 
-    def take(self, phase: Phase) -> Stats:
+    def take(self, phase: Phase) -> StatsBySite:
         """Returns the statistics of recorded steps that nobody has read, and forgets them."""
         vectors, self._unread[phase] = _merged(self._unread[phase]), []
         rests, self._rests[phase] = self._rests[phase], []
@@ -216,7 +216,7 @@ class Recorder:
             about["classes"] = list(classes)
             about["fields"] = [*HEAD_FIELDS, *class_fields(classes)]
         self.log, self._is_open = AlarmLog(self._rules()), True
-        state, self._carried = self._carried, {}
+        state, self._loaded = self._loaded, {}
         if state:
             records = under("records/", state)
             self._recordings["train"].load(
@@ -293,9 +293,9 @@ class Recorder:
 
     def state(self) -> State:
         """The records and the alarms so far, as tensors by name."""
-        # It was loaded, and nothing has been recorded since.
-        if self._carried:
-            return self._carried
+        # A checkpoint that is written before the first record must hold what was loaded.
+        if self._loaded:
+            return self._loaded
         rows = [dataclasses.asdict(alarm) for alarm in self.log.alarms]
         # States hold tensors by name, so text travels as bytes.
         alarms = bytearray(json.dumps(rows).encode())
@@ -308,7 +308,7 @@ class Recorder:
 
     def load(self, state: State) -> None:
         """Continues from these records and alarms; call it before the first numbers are added."""
-        self._carried = state
+        self._loaded = state
 
     def before(self, step: int) -> Sample | None:
         """The most recent training sample before this step; only the last two samples are kept."""

@@ -125,9 +125,8 @@ class Rule(abc.ABC):
     severity: Severity = Severity.ALARM  #: severity of its alarms
     source: str = ""  #: paper, page or derivation, in words
     remedy: str = HOLD  #: the line of code that an alarm recommends
-    cause: str = (
-        GROWTH  #: what goes wrong; alarms with the same cause are reported together
-    )
+    #: what goes wrong; alarms with the same cause are reported together
+    cause: str = GROWTH
     forecasts: ClassVar[bool] = False  #: whether its alarms say what will happen
 
     @property
@@ -218,11 +217,12 @@ def measured(history: History, name: str) -> np.ndarray:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Extreme:
-    """The largest entry of the last record: its place, its value, and the logits [n layers heads] among which it is."""
+    """The largest entry of the last record: its place, its value, and the numbers [n layers heads] among which it is,
+    spreads of logits as a rule (see `judged_series`)."""
 
     at: RecordPlace
     value: float
-    logits: np.ndarray
+    judged: np.ndarray
 
     def __str__(self) -> str:
         """What is judged, and its value, as "logit spread 120"."""
@@ -230,13 +230,13 @@ class Extreme:
 
     @property
     def series(self) -> np.ndarray:
-        """[n], the logits of this head."""
-        return self.at.of(self.logits)
+        """[n], the numbers of this head."""
+        return self.at.of(self.judged)
 
     @property
     def envelope(self) -> np.ndarray:
-        """[n], the largest logit of each record, which is smoother than the series of one head."""
-        rows = self.logits.reshape(len(self.logits), -1)
+        """[n], the largest number of each record, which is smoother than the series of one head."""
+        rows = self.judged.reshape(len(self.judged), -1)
         return np.fmax.reduce(rows, axis=1, initial=np.nan)
 
 
@@ -290,7 +290,7 @@ def _beside_a_constant(remedy: str, sign: int) -> str:
     return f"{line}  # a clip or cap {why}"
 
 
-def largest_logit(
+def widest_spread(
     history: History, *, threshold: float = 0.0, factor: float = 0.0
 ) -> Extreme | None:
     """The head whose logits spread most in the last record, where NaN counts as not measured.
@@ -302,29 +302,29 @@ def largest_logit(
     # Without a clip or cap, all rules ask for the same head.
     if not history.limits:
         threshold = factor = 0.0
-    return _largest_logit(history, threshold, factor)
+    return _widest_spread(history, threshold, factor)
 
 
 @functools.lru_cache(maxsize=4)
-def _largest_logit(history: History, threshold: float, factor: float) -> Extreme | None:
-    logits = judged_series(history)
-    if logits is None:
+def _widest_spread(history: History, threshold: float, factor: float) -> Extreme | None:
+    judged = judged_series(history)
+    if judged is None:
         return None
     if history.limits:
         limits = [history.limits.get(layer) for layer in history.layers]
         bounds = np.array([np.inf if x is None else x.bound for x in limits])[:, None]
-        last = logits[-1]
+        last = judged[-1]
         # Infinity times 0 is NaN, which is not over a bound.
         with np.errstate(invalid="ignore"):
             over = np.maximum(threshold, factor * last) > bounds
         held = (last <= LOOSE * bounds) & over
-        logits = np.where(held, np.nan, logits)
-    if np.isnan(logits[-1]).all():
+        judged = np.where(held, np.nan, judged)
+    if np.isnan(judged[-1]).all():
         return None
-    at = peak("logit_spread", logits[-1])
+    at = peak("logit_spread", judged[-1])
     if np.isnan(measured(history, "logit_spread")[-1]).all():
         at = dataclasses.replace(at, name="max_logit")
-    return Extreme(at=at, value=float(at.of(logits)[-1]), logits=logits)
+    return Extreme(at=at, value=float(at.of(judged)[-1]), judged=judged)
 
 
 def peak(name: str, record: np.ndarray) -> RecordPlace:
@@ -396,11 +396,11 @@ class Ceiling(Rule):
         return f"ceiling {self.threshold:g}"
 
     def check(self, history: History) -> Alarm | None:
-        top = largest_logit(history)
+        top = widest_spread(history)
         if top is None or not top.value > self.threshold:
             return None
         meaning = f"{top} is over {self.threshold:,g}"
-        free = largest_logit(history, factor=LOOSE)
+        free = widest_spread(history, factor=LOOSE)
         grows = free is not None and free.at == top.at
         course = trend(history, top.series, grows=grows)
         return self.alarm(history, meaning, top.value, at=top.at, trend=course)
@@ -411,7 +411,7 @@ def _passes_soon(
 ) -> Forecast | None:
     """Returns when the largest logit, which is over `floor`, passes a threshold, if that is within `horizon` times the
     training so far."""
-    top = largest_logit(history, threshold=threshold)
+    top = widest_spread(history, threshold=threshold)
     if top is None or not top.value > floor:
         return None
     passing = ahead(history, top.envelope, threshold)
@@ -453,7 +453,7 @@ class Growth(Rule):
 
     def _growth(self, history: History) -> tuple[Extreme | None, Forecast | None]:
         """Returns the largest logit of the last record, and when it will be `factor` times as large, if soon."""
-        top = largest_logit(history, factor=self.factor)
+        top = widest_spread(history, factor=self.factor)
         if top is None:
             return None, None
         larger = self.factor * top.value
@@ -485,7 +485,7 @@ class Approach(Rule):
         return f"forecast {self.threshold:g}"
 
     def check(self, history: History) -> Alarm | None:
-        top = largest_logit(history, threshold=self.threshold)
+        top = widest_spread(history, threshold=self.threshold)
         passing = _passes_soon(history, self.threshold, self.floor, self.horizon)
         if top is None or passing is None:
             return None
@@ -545,7 +545,7 @@ class Outlook(Rule):
 
     def check(self, history: History) -> Alarm | None:
         planned = history.planned
-        top = largest_logit(history, threshold=self.threshold)
+        top = widest_spread(history, threshold=self.threshold)
         if planned is None or top is None or not np.isfinite(top.value):
             return None
         if not planned.followed(history.steps, history.rates):

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from qkeel.capture.calls import joint_statistics
-from qkeel.distributed.reduce import Axis, Column, Rule, StepTable, step_table
+from qkeel.distributed.reduce import Axis, Column, MergeRule, StepTable, step_table
 from qkeel.functional import statistics
 from qkeel.functional.class_statistics import MERGES as CLASS_MERGES
 from qkeel.functional.class_statistics import ClassStats, Merge
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import MERGES, LogitStats, of_key_heads
 from qkeel.monitor.finite_stages import finite_stages, place_of_row
-from qkeel.monitor.numbers import Number, Numbers, Stats
+from qkeel.monitor.numbers import Number, Numbers, StatsBySite
 from qkeel.records import CLASS_FIELDS, HEAD_FIELDS, NON_FINITE, fold_heads
 
 # The statistics by token class stand in a vector under their names behind this.
@@ -72,7 +72,7 @@ def _number_columns(
     sites: tuple[str, ...],
     name: str,
     shape: tuple[int, ...],
-    rule: Rule,
+    rule: MergeRule,
     is_weighted: bool,
     by_head: bool,
     of: str,
@@ -87,7 +87,7 @@ def _number_columns(
     return column, column._replace(name=weight, rule="sum", weight="", blank=0.0)
 
 
-def flatten(stats: Stats, numbers: Numbers) -> tuple[StepTable, list[Tensor]]:
+def flatten(stats: StatsBySite, numbers: Numbers) -> tuple[StepTable, list[Tensor]]:
     """Returns the table of the vector of a step, and its tensors in the same order.
 
     Tensors of one dtype are neighbours, so that they are converted together.
@@ -110,7 +110,7 @@ def flatten(stats: Stats, numbers: Numbers) -> tuple[StepTable, list[Tensor]]:
         sites, shape = (
             ((key,), value.shape) if isinstance(key, str) else (key, value.shape[1:])
         )
-        rule: Rule = "mean" if how == "total" else how
+        rule: MergeRule = "mean" if how == "total" else how
         rule = "max" if weight is None else rule
         by_head = own and shape[:1] == (n_heads.get(sites[0]),)
         columns = _number_columns(
@@ -201,7 +201,7 @@ class StepVector:
             self._receive()
 
     @classmethod
-    def alone(cls, stats: Stats, numbers: Numbers) -> StepVector:
+    def alone(cls, stats: StatsBySite, numbers: Numbers) -> StepVector:
         """Starts copying this process's numbers to its host."""
         table, tensors = flatten(stats, numbers)
         return cls(table, [vector_of(tensors)])
@@ -266,7 +266,7 @@ class StepVector:
         }
 
 
-def on_host(stats: Stats) -> dict[str, LogitStats]:
+def on_host(stats: StatsBySite) -> dict[str, LogitStats]:
     """Returns the statistics on the CPU, in float64."""
     if not stats:
         return {}

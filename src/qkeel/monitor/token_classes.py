@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.calls import ScoresCall, Seen
+from qkeel.capture.calls import Seen
 from qkeel.errors import InvalidTypeError, InvalidValueError, caution
 from qkeel.functional.class_statistics import TokenClasses, check_classes, one_hot
 from qkeel.patching.forward import unwrapped
@@ -269,12 +269,9 @@ def _classes_of(table: Tensor, ids: Tensor, counted: Tensor | None) -> Tensor:
 
 def _rows_differ(call: Seen) -> bool:
     """Whether queries see different keys, as in a step with a cache and hardly ever in cross-attention."""
-    if isinstance(call, ScoresCall):
-        mask = call.hidden
-    elif call.causal or call.window is not None:
+    if call.causal or call.window is not None:
         return True
-    else:
-        mask = call.mask
+    mask = call.mask
     if mask is None or mask.shape[2] == 1:
         return False
     return not torch.equal(mask, mask[:, :, :1].expand_as(mask))
@@ -359,7 +356,7 @@ class PassTokens:
                 )
         if self._class_of_token is None:
             return call
-        s = call.logits.shape[3] if isinstance(call, ScoresCall) else call.k.shape[2]
+        s = call.scores_shape[3]
         queries, classes = self._class_of_token
         are_pair = queries is not classes
         if is_packed:
@@ -373,8 +370,8 @@ class PassTokens:
         fits = [x.shape[0] in (1, b) for x in (queries, classes)]
         if not all(fits) or queries.shape[1] != t or classes.shape[1] != s:
             cross = (
-                f"qkeel.monitor.Classes((torch.zeros({b}, {t}, dtype=torch.long), classes_of_keys), names=…), or a "
-                "function that returns such a pair"
+                f"classes=qkeel.monitor.Classes((torch.zeros({b}, {t}, dtype=torch.long), classes_of_keys), "
+                f"names={self._names}), or a function that returns such a pair"
             )
             given = [list(x.shape) for x in self._class_of_token[not are_pair :]]
             reason = (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import distributed as dist
-from qkeel.capture.calls import ScoresCall, Seen
+from qkeel.capture.calls import Seen
 from qkeel.capture.example import ModuleCall
 from qkeel.capture.intercept import CaptureMode
 from qkeel.capture.visible_pattern import (
@@ -220,7 +220,7 @@ class WatchedSites:
 
     def _compare_heads(self, name: str, call: Seen) -> None:
         """Warns once of a call with other heads than those whose weights are known, as some of the tokens may show."""
-        heads = (call.logits if isinstance(call, ScoresCall) else call.q).shape[1]
+        heads = call.scores_shape[1]
         if name not in self._index or name in self._told_heads:
             return
         site = self.all[self._index[name]]

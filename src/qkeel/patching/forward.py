@@ -87,9 +87,8 @@ class ForwardPasses(Handle):
         self._pass: _Running | None = None
         # Closed at the end of the current pass, even if it fails.
         self.around = ExitStack()
-        self.repeated: Callable[[], None] | None = (
-            None  # called when a checkpoint repeats a call, with gradients
-        )
+        # Called when a checkpoint repeats a call, with gradients
+        self.repeated: Callable[[], None] | None = None
         enter, leave = (DormantHook(f, owner) for f in (self._enter, self._leave))
         self._hooks = [
             model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
@@ -182,8 +181,8 @@ class ForwardPasses(Handle):
         return not recomputing() and not _EXTRA.get() and not inferring_shapes()
 
     def _unhook(self) -> None:
-        # A running pass still needs the hook at its end, which then removes all hooks.
         self._end_abandoned()
+        # A running pass still needs the hook at its end, which then removes all hooks.
         if not self._depth:
             for hook in self._hooks:
                 hook.remove()

@@ -1,5 +1,7 @@
-"""The directory of a run: its files, which process may write them, and how they are read after a crash. A watched run
-is written into it by `monitor.sinks.RunDirectorySink`."""
+"""The directory of a run: its files, which process may write them, and how they are read after a crash.
+
+Their formats are in `file_formats`. `monitor.sinks.RunDirectorySink` writes a watched run.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,8 @@ from qkeel.records.file_formats import (
 )
 from qkeel.records.recorded_fields import LINEAR
 
-TYPES_EVENT = (
-    "layer types"  # the name of events that correct the types in the run's description
-)
+# The name of events that correct the types in the run's description
+TYPES_EVENT = "layer types"
 
 OVER = "notice over"  # the name of events that end a notice or a forecast; "rule" is its rule
 

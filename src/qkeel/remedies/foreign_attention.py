@@ -22,9 +22,8 @@ from qkeel.sites.trace import is_product
 from qkeel.spec import AttentionSpec
 from qkeel.spec.slot import ParameterSizes
 
-_NESTED = (
-    "_qkeel_use_nested_tensor"  # on a torch encoder: its original use_nested_tensor
-)
+# On a torch encoder: its original use_nested_tensor
+_NESTED = "_qkeel_use_nested_tensor"
 # The sites of each changed module.
 Modules = Mapping[ChangedCalls, list[AttentionSite]]
 
@@ -58,7 +57,7 @@ def _check_masks(target: Target, sites: list[AttentionSite]) -> None:
         assert trace is not None
         call = None
         if site.name in trace.calls:
-            call = trace.calls[site.name][0].captured.call
+            call = trace.calls[site.name][0].call
         if isinstance(call, ScoresCall) and call.sink is not None:
             raise RefusedError(
                 f"{where(site)}: a sink, or another column that is no key, is joined to the scores before the softmax, "
@@ -200,7 +199,7 @@ def refuse_added_scores(
     Written-out attention passes only the sum to the softmax, and this sum may include a bias or a cap."""
     calls = target.seen().calls if sites else {}
     for site in sites:
-        call = calls[site.name][0].captured.call if site.name in calls else None
+        call = calls[site.name][0].call if site.name in calls else None
         is_sum = isinstance(call, ScoresCall) and not is_product(call)
         # The model's own cap is applied before the new scale; a cap that qkeel added is applied after it.
         is_own = _calls_under_change(site.module) is None

@@ -76,13 +76,13 @@ class HeadRows:
             sizes = tensor.shape[1:] if is_column else tensor.shape[:1]
             n = math.prod(sizes)
             columns.setdefault(id(tensor), (tensor, s, []))[2].extend(
-                s.lines(factors, n, nobody=last) for factors in indices.unbind(1)
+                s.lines(of_heads, n, nobody=last) for of_heads in indices.unbind(1)
             )
         tables: list[Tensor] = []
-        for tensor, s, owners in columns.values():
-            table = torch.stack(owners, 1)
-            # A row with an owner repeats its owner's index in place of missing owners: a factor above 1 would be
-            # lowered by the 1 at the end.
+        for tensor, s, factors_of_rows in columns.values():
+            table = torch.stack(factors_of_rows, 1)
+            # A row of a head repeats that head's index in place of missing ones: a factor above 1 would be lowered by
+            # the 1 at the end.
             table = torch.where(table == last, table.amin(1, keepdim=True), table)
             block = dist.local_block(s.parameter, tensor)
             if block is not None:
@@ -96,8 +96,8 @@ class HeadRows:
         )
         self._counts = [len(table) for table in tables]
         most = max(table.shape[1] for table in tables)
-        # A row with fewer owners than another repeats its first.
-        self._owners = torch.cat(
+        # A row with fewer factors than another repeats its first.
+        self._indices = torch.cat(
             [torch.cat([t, t[:, :1].expand(-1, most - t.shape[1])], 1) for t in tables]
         )
         self._copies: list[Tensor] = []
@@ -110,8 +110,8 @@ class HeadRows:
 
         row: the factors of all heads, and a 1 behind them. of_old: whether 1 - f is returned, the share of the old
         weight."""
-        self._owners = self._owners.to(row.device)
-        factors = row[self._owners].amin(1, keepdim=True)
+        self._indices = self._indices.to(row.device)
+        factors = row[self._indices].amin(1, keepdim=True)
         shares = (1 - factors if of_old else factors).split(self._counts)
         dtypes = {dtype: wide(dtype) for dtype in {x.dtype for x in rows}}
         return [

@@ -374,9 +374,8 @@ class ChangeNorm(ChangeSpec):
 class NormOptions(ChangeNorm):
     """Options of a norm with a gain. kind=l2 produces unit vectors, which need a scale other than 1/√d."""
 
-    kind: Literal["rms", "layer", "l2"] = (
-        "rms"  #: the kind of norm: RMS norm, layer norm or L2 norm
-    )
+    #: the kind of norm: RMS norm, layer norm or L2 norm
+    kind: Literal["rms", "layer", "l2"] = "rms"
     over: Over = "head"  #: what is normed together: the d dimensions of a head, or all heads of a token ("layer")
     gain: GainKind = "dim"  #: the gain and its shape; see `qkeel.spec.RMSNorm`
 

@@ -27,7 +27,8 @@ from qkeel.remedies.step_remedy import StepRemedy
 class AtNextPass(Handle):
     """Remedies that are applied when the model's next forward pass begins, with that pass's arguments as the batch.
 
-    If a remedy is refused, the error is raised in the call of the model, or passed to `refused` if that is given.
+    If a remedy is refused, the error is raised in the call of the model, or passed to `refused` if that is given. begins:
+    what the remedies begin with, as far as it knows their names.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class AtNextPass(Handle):
         train_length: int | None = None,
         partial: bool = False,
         refused: Callable[[QkeelError], None] | None = None,
+        begins: State | None = None,
     ) -> None:
         check_wrapper(unwrapped(model), remedies)
         self.about = "+".join(parsed.name for parsed in remedies)
@@ -61,6 +63,7 @@ class AtNextPass(Handle):
         ]
         #: A state that is loaded before the remedies are there.
         self._carried: State = {}
+        self._begins = begins
         #: Why the search in the pass that is running failed; the pass may be about to fail by itself.
         self._failed: QkeelError | None = None
         self._passes = ForwardPasses(model, self._begin, self._end, guard=unguarded)
@@ -73,7 +76,7 @@ class AtNextPass(Handle):
         self._with_states(reserve)
         super().__init__(
             self._withdraw,
-            state=lambda: dict(self._carried),
+            state=lambda: {**(begins or {}), **self._carried},
             load=self._carried.update,
         )
 
@@ -119,6 +122,8 @@ class AtNextPass(Handle):
             self._refuse(error)
             return
         self._end_waiting(hooks)
+        if self._begins is not None:
+            handle.load({**handle.state(), **self._begins})
         if self._carried:
             handle.load(self._carried)
         for optimizer, earlier in hooks.items():
@@ -156,9 +161,11 @@ class AtNextPass(Handle):
         # A rate of 0 moves no weight: so do programs initialise the state for a checkpoint before they load it.
         if self.waits and any(group.get("lr", 1) for group in optimizer.param_groups):
             self.remove()
-            raise RefusedError(
-                f"{self.about} was to be applied when {type(unwrapped(self._model)).__name__} was next called, but "
-                f"its optimizer took a step before that call. {GIVE_BATCH.format(self.about)}"
+            self._refuse(
+                RefusedError(
+                    f"{self.about} was to be applied when {type(unwrapped(self._model)).__name__} was next called, but "
+                    f"its optimizer took a step before that call. {GIVE_BATCH.format(self.about)}"
+                )
             )
 
     def _with_states(self, act: Callable[[Optimizer, str], None]) -> None:

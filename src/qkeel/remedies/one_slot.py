@@ -1,6 +1,6 @@
 """Remedies that replace the object in one slot of the attention spec: a cap, a scale or a normalizer.
 
-To add such a remedy, write a class like these and add a row to the table `REMEDIES` in `apply.py`. The fields are the
+To add such a remedy, write a class like these and add a row to `REMEDIES` in `table.py`. The fields are the
 options, `slot` names the slot, and `value` returns the new object. `OneSlot` checks that the slot is free. `ChangeSpec`
 adds parameters, replaces the call in models from other libraries, and undoes the change.
 """

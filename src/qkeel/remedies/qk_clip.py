@@ -1,4 +1,7 @@
-"""QK-clip: after each optimizer step, shrinks the weights of heads whose logits exceeded a threshold."""
+"""QK-clip: after each optimizer step, shrinks the weights of heads whose logits exceeded a threshold.
+
+`logit_factors` says which weights, and `head_rows` multiplies them.
+"""
 
 from __future__ import annotations
 
@@ -214,8 +217,9 @@ class _Clip:
         self._waiting: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
         optimizer = weights.all_optimizers[0]
         self._first = weakref.ref(optimizer)
-        #: Whether maxima have come since the last step of the first optimizer.
-        self._has_maxima = False
+        #: Whether maxima have come since the last step of the first optimizer. The passes of the first step may have come
+        #: before the clip, as an autopilot applies one between the steps of two optimizers.
+        self._has_maxima = True
         named = dict(remedy.heads or ())
         #: Which heads the option `heads` leaves out.
         self._unnamed = torch.cat(

@@ -1,4 +1,4 @@
-"""A remedy's state in the optimizer's parameter groups, so that every checkpoint of the optimizer contains it."""
+"""States in the optimizer's parameter groups, so that every checkpoint of the optimizer contains them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from qkeel.distributed.layout import local
-from qkeel.errors import InvalidValueError, caution
+from qkeel.errors import InvalidValueError, QkeelError, caution
 from qkeel.handle import State, check_taken
 from qkeel.patching.optimizers import in_real_steps, steps_taken
 
-#: The entry in the first parameter group: the state of each remedy by name.
+#: The entry in the first parameter group: the states of remedies and of an autopilot by name.
 GROUP_KEY = "qkeel"
 #: The names of the states in use.
 _LIVE: weakref.WeakKeyDictionary[Optimizer, set[str]] = weakref.WeakKeyDictionary()
@@ -39,14 +39,122 @@ def release(optimizer: Optimizer, remedy: str) -> None:
 
 
 @final
-class SavedState:
-    """The tensors of a remedy, which the optimizer saves and loads with its own state.
+class GroupEntry:
+    """A state that the optimizer saves and loads with its own, as an entry of its first parameter group.
 
     A parameter group may hold any entries besides the options. Plain saving, trainers and torch.distributed.checkpoint
-    keep them, and an optimizer without the remedy ignores them. (A new key at the top of the state is lost by
+    keep them, and an optimizer without qkeel ignores them. (A new key at the top of the state is lost by
     torch.distributed.checkpoint, and it expects a parameter's own state only after the first step.) A state that the
-    optimizer has loaded before the remedy was applied is taken over. If a later state lacks that of the remedy, or if
-    the optimizer has taken steps and has no state of the remedy, this is said in the next step.
+    optimizer has loaded before is taken over. If a later one lacks this state, or if the optimizer has taken steps and
+    has none, this is said in the next step.
+
+    Args:
+        optimizers: the optimizer that saves the state, and all others that may be asked for it.
+        name: the name of the state, which that of another model in the same optimizer gets a stroke behind.
+        pack: returns what a checkpoint holds: a string, or a tuple of numbers. To torch.distributed.checkpoint it is
+            one object, which it reads into an empty one too; tensors it reads only by their names, and in such an object
+            it would put them on the device that they were saved from.
+        take: continues from what a checkpoint held; False if that is no state that fits.
+        live: what stands in the group between checkpoints.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        name: str,
+        pack: Callable[[], object],
+        take: Callable[[Any], bool],
+        live: object = (),
+    ) -> None:
+        optimizer, self._kind = optimizers[0], name
+        self._optimizer = weakref.ref(optimizer)
+        self._optimizers = weakref.WeakSet[Optimizer]()
+        self._pack, self._take, self._live = pack, take, live
+        names = _LIVE.setdefault(optimizer, set())
+        # Two models that share an optimizer may have the same names of weights; the order of application tells them
+        # apart.
+        while name in names:
+            name += "'"
+        names.add(name)
+        self._name = name
+        #: Why there is no state from before, until this is said.
+        self._missing = ""
+        self._look(
+            optimizer,
+            f"{self._kind} was applied to an optimizer that has taken steps and contains no state of {self._kind}, so "
+            f"{self._kind} starts from the weights as they were then; if these steps were taken with {self._kind} and "
+            "loaded by torch.distributed.checkpoint, put the line that applies it before the line that loads, or "
+            "load what handle.state() returned then, with handle.load(state)"
+            if has_stepped(optimizer)
+            else "",
+        )
+        # A remedy that waits for a pass cannot tell which of its optimizers will save the state.
+        for other in optimizers:
+            self.add(other)
+        self._hooks = [
+            optimizer.register_state_dict_post_hook(self._write),
+            optimizer.register_load_state_dict_post_hook(self._note_load),
+            optimizer.register_step_pre_hook(in_real_steps(self._tell)),
+        ]
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Adds another optimizer that may be asked for the state."""
+        self._optimizers.add(optimizer)
+        reserve(optimizer, self._name)
+
+    def remove(self) -> None:
+        """Takes the state out of the parameter groups."""
+        for hook in self._hooks:
+            hook.remove()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            _LIVE[optimizer].discard(self._name)
+        for member in self._optimizers:
+            release(member, self._name)
+
+    def is_known(self) -> None:
+        """Notes that the state came by another way, so that none is missing."""
+        self._missing = ""
+
+    def _write(self, _: Optimizer, state: dict[str, Any]) -> None:
+        """Puts the packed state into the state that the optimizer returns."""
+        packed = self._pack()
+        for group in state["param_groups"]:
+            if self._name in group.get(GROUP_KEY, {}):
+                group[GROUP_KEY] = {**group[GROUP_KEY], self._name: packed}
+
+    def _note_load(self, optimizer: Optimizer) -> None:
+        self._look(
+            optimizer,
+            f"the checkpoint that this optimizer has loaded contains no state of {self._kind} for these weights, "
+            f"so {self._kind} goes on from its own. If the checkpoint was written with {self._kind}, load what "
+            "handle.state() returned then, with handle.load(state)",
+        )
+
+    def _look(self, optimizer: Optimizer, missing: str) -> None:
+        """Takes over what is packed in the parameter groups, and puts what lives there; if nothing is there that fits,
+        `missing` is said in the next step."""
+        packed: Any = ()
+        for group in optimizer.param_groups:
+            packed = group.get(GROUP_KEY, {}).pop(self._name, packed)
+        try:
+            if self._take(packed):
+                missing = ""
+        except QkeelError as error:
+            missing = f"the state of {self._kind} in the optimizer's checkpoint does not fit, so {self._kind} goes on from "
+            missing += f"its own: {error}"
+        self._missing = missing
+        optimizer.param_groups[0].setdefault(GROUP_KEY, {})[self._name] = self._live
+
+    def _tell(self, *_: object) -> None:
+        missing, self._missing = self._missing, ""
+        if missing:
+            caution(missing)
+
+
+@final
+class SavedState:
+    """The tensors of a remedy, which the optimizer saves and loads with its own state; see `GroupEntry`.
 
     Args:
         optimizers: the optimizer that saves the tensors, and all others that the remedy was applied with.
@@ -71,44 +179,12 @@ class SavedState:
         values: Mapping[str, Tensor],
         after_load: Callable[[], None] = lambda: None,
     ) -> None:
-        optimizer, self._remedy = optimizers[0], remedy
-        self._optimizer = weakref.ref(optimizer)
-        self._optimizers = weakref.WeakSet(optimizers)
+        self._remedy = remedy
         self._values, self._after_load = dict(values), after_load
-        live = _LIVE.setdefault(optimizer, set())
-        # Two models that share an optimizer may have the same names of weights; the order of application tells them
-        # apart.
-        self._name = remedy
-        while self._name in live:
-            self._name += "'"
-        live.add(self._name)
-        #: Why the remedy has no state from before, until this is said.
-        self._missing = ""
-        if not self._take(optimizer) and has_stepped(optimizer):
-            self._missing = (
-                f"{remedy} was applied to an optimizer that has taken steps and contains no state of {remedy}, so "
-                f"{remedy} starts from the weights as they were then; if these steps were taken with {remedy} and "
-                "loaded by torch.distributed.checkpoint, put the line qkeel.apply(...) before the line that loads, or "
-                "load what handle.state() returned then, with handle.load(state)"
-            )
-        # A remedy that waits for a pass cannot tell which of its optimizers will save the state.
-        for other in optimizers:
-            reserve(other, self._name)
-        self._hooks = [
-            optimizer.register_state_dict_post_hook(self._pack),
-            optimizer.register_load_state_dict_post_hook(self._note_load),
-            optimizer.register_step_pre_hook(in_real_steps(self._tell)),
-        ]
-
-    def remove(self) -> None:
-        """Takes the state out of the parameter groups."""
-        for hook in self._hooks:
-            hook.remove()
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            _LIVE[optimizer].discard(self._name)
-        for member in self._optimizers:
-            release(member, self._name)
+        self._entry = GroupEntry(
+            optimizers, remedy, self._pack, self._take, self._values
+        )
+        self.remove = self._entry.remove
 
     def state(self) -> State:
         """Returns copies of the tensors."""
@@ -129,38 +205,17 @@ class SavedState:
                     "the state of the same model and remedy"
                 )
         self._copy(state)
-        self._missing = ""
+        self._entry.is_known()
 
     def _copy(self, state: Mapping[str, Tensor]) -> None:
         for name, x in self._values.items():
             x.copy_(state[name])
         self._after_load()
 
-    def _pack(self, _: Optimizer, state: dict[str, Any]) -> None:
-        """Makes the values one entry of numbers in the state that the optimizer returns.
+    def _pack(self) -> object:
+        return tuple((name, x.tolist()) for name, x in self._values.items())
 
-        To torch.distributed.checkpoint a tuple is one object, which it reads into an empty one too; tensors it reads
-        only by their names, and in such an object it would put them on the device that they were saved from."""
-        values = tuple((name, x.tolist()) for name, x in self._values.items())
-        for group in state["param_groups"]:
-            if self._name in group.get(GROUP_KEY, {}):
-                group[GROUP_KEY] = {**group[GROUP_KEY], self._name: values}
-
-    def _note_load(self, optimizer: Optimizer) -> None:
-        self._missing = ""
-        if not self._take(optimizer):
-            self._missing = (
-                f"the checkpoint that this optimizer has loaded contains no state of {self._remedy} for these weights, "
-                f"so {self._remedy} goes on from its own. If the checkpoint was written with {self._remedy}, load what "
-                "handle.state() returned then, with handle.load(state)"
-            )
-
-    def _take(self, optimizer: Optimizer) -> bool:
-        """Takes over the values in the parameter groups and puts the live tensors there. Returns whether there were
-        any that fit."""
-        packed: Any = ()
-        for group in optimizer.param_groups:
-            packed = group.get(GROUP_KEY, {}).pop(self._name, packed)
+    def _take(self, packed: Any) -> bool:
         saved = {
             name: value
             if isinstance(value, Tensor)
@@ -171,13 +226,7 @@ class SavedState:
         fits = shapes == {name: value.shape for name, value in saved.items()}
         if fits:
             self._copy(saved)
-        optimizer.param_groups[0].setdefault(GROUP_KEY, {})[self._name] = self._values
         return fits
-
-    def _tell(self, *_: object) -> None:
-        missing, self._missing = self._missing, ""
-        if missing:
-            caution(missing)
 
 
 def has_stepped(optimizer: Optimizer) -> bool:

@@ -259,18 +259,18 @@ class SigmaReparam(Remedy):
             yield join(target.optimizer, gains, near[0])
 
 
+# One weight for q, k and v, or one each.
+_MHA_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
 def _weights_of(module: nn.Module) -> list[str]:
     """Returns the names of the parameters with which a module multiplies its input, or [] if it does not."""
     if isinstance(module, nn.MultiheadAttention):
         parameters = parameters_of(module)
-        return [name for name in _PROJECTIONS if parameters.get(name) is not None]
+        return [name for name in _MHA_WEIGHTS if parameters.get(name) is not None]
     # transformers' Conv1D, of GPT-2, computes x W + b.
     is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     return ["weight"] if is_linear else []
-
-
-# The weights of q, k and v in nn.MultiheadAttention: one for all of them, or one each.
-_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 def _check(name: str, layer: nn.Module, parameter: str) -> None:

@@ -1,4 +1,7 @@
-"""The page about a study, or about single runs of the lab: one lead sentence, the charts, and one table."""
+"""The page about a study, or about single runs of the lab: one lead sentence, the charts, and one table.
+
+`render` writes it, `cli.run` again and again while a study runs.
+"""
 
 from __future__ import annotations
 

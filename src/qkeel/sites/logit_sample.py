@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qkeel.capture.calls import ScoresCall, Seen
-from qkeel.functional.norms import wide
 from qkeel.functional.statistics import VisibleKeys, softmax_rows
-from qkeel.sites.softmax_weights import weights_shape
 from qkeel.spec.logits import Cap, Softcap
 
 # Rows at most, and numbers of all heads: 16 MB, and a single row of longer sequences.
@@ -33,27 +32,22 @@ class LogitSample(NamedTuple):
     @torch.no_grad()
     def of(cls, call: Seen) -> LogitSample | None:
         """The sample of a call; None if its weights are no softmax over its keys, or of one head among several calls."""
-        _, h, t, s = weights_shape([call])
+        _, h, t, s = call.scores_shape
         if call.spec.normalizer.kind != "softmax" or not h * s * t:
             return None
         rows = slice(t - min(t, ROWS, max(1, LOGITS // (h * s))), t)
         if isinstance(call, ScoresCall):
             if call.sink is not None or call.headless:
                 return None
-            # A copy: what the program does to its scores afterwards is not to be seen.
-            logits = call.logits[:1, :, rows].to(wide(call.logits.dtype), copy=True)
-            products = call.unbiased(rows, logits)
-            hidden = call.hidden_in(rows)
-            visible = None if hidden is None else ~hidden
-        else:
-            keys = slice(0, s)
-            with torch.autocast(call.query_device.type, enabled=False):
-                q, k = call.encoded()
-                block = q[:1, :, rows], k[:1], rows, keys
-                logits = products = call.scores(*block)
-                if call.is_biased:
-                    products = call.unbiased(*block)
-            visible = call.visible(rows, keys)
+            call = dataclasses.replace(call, logits=call.logits[:1])
+        keys = slice(0, s)
+        with torch.autocast(call.query_device.type, enabled=False):
+            q, k = call.encoded()
+            block = q[:1, :, rows], k[:1], rows, keys
+            logits = products = call.scores(*block)
+            if call.is_biased:
+                products = call.unbiased(*block)
+        visible = call.visible(rows, keys)
         if call.query_mask is not None:
             counted = call.query_mask[:, None, rows, None]
             visible = counted if visible is None else visible & counted

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import distributed as dist
-from qkeel.capture.contents import CONSTANTS, reachable
 from qkeel.capture.example import GivenArguments, ModuleCall, tensors
 from qkeel.capture.readers import unobserved
 from qkeel.capture.user_hooks import is_of_library
 from qkeel.patching.autograd import is_wrapper
+from qkeel.patching.held_objects import CONSTANTS, reachable
 from qkeel.patching.modes import CollectiveMode, without_modes
+from qkeel.patching.module_tables import TABLES, modules_of, parameters_of
 from qkeel.sites.search_passes import saving_unseen
 from qkeel.sites.verify import refuse_collective
 
@@ -63,25 +64,30 @@ def copy_of(
 
     weights: what takes the place of the module's parameters, by their names in it."""
     memo: dict[int, Any] = {id(p): p for p in shared}
-    for name, p in module.named_parameters(remove_duplicate=False):
-        value = p if weights is None else weights[name]
-        if type(p) is nn.Parameter and p.is_floating_point():
-            memo[id(p)] = nn.Parameter(value.detach())
-        elif vars(value) and not is_wrapper(value):
-            # A layer of bitsandbytes moves what is quantised from the attributes of its weight in its first pass.
-            twin = torch.Tensor._make_subclass(type(value), value.data, False)
-            vars(twin).update(vars(value))
-            memo[id(p)] = twin
-        elif weights is not None:
-            memo[id(p)] = value
-    for inner in module.modules():
-        attributes: dict[str, Any] = {}
-        for name, value in vars(inner).items():
+    tree = modules_of(module)
+    for path, inner in tree.items():
+        for key, p in parameters_of(inner).items():
+            if p is None:
+                continue
+            name = f"{path}.{key}" if path else key
+            value = p if weights is None else weights[name]
+            if type(p) is nn.Parameter and p.is_floating_point():
+                memo[id(p)] = nn.Parameter(value.detach())
+            elif vars(value) and not is_wrapper(value):
+                # A layer of bitsandbytes moves what is quantised from the attributes of its weight in its first pass.
+                twin = torch.Tensor._make_subclass(type(value), value.data, False)
+                vars(twin).update(vars(value))
+                memo[id(p)] = twin
+            elif weights is not None:
+                memo[id(p)] = value
+    for inner in tree.values():
+        attributes: list[Any] = []
+        for value in vars(inner).values():
             # deepcopy is slow for tables, of which a module has many, nearly all of them empty.
             if type(value) in (dict, collections.OrderedDict) and not value:
                 memo[id(value)] = type(value)()
-            else:
-                attributes[name] = value
+            elif type(value) not in CONSTANTS:
+                attributes.append(value)
         for x in reachable(attributes, _holds_state):
             # Teachers and averages of weights may stand in lists, beside the tree of modules.
             for beside in x if isinstance(x, (list, tuple)) else ():
@@ -99,26 +105,31 @@ def copy_of(
                 elif not x.is_leaf:
                     memo[id(x)] = x.detach().clone()
     twins: list[tuple[nn.Module, dict[str, Any]]] = []
-    for inner in module.modules():
+    for inner in tree.values():
         if _is_sharded(inner):
-            twin, attributes = _unsharded(inner), _without_sharding(inner)
+            twin, state = _unsharded(inner), _without_sharding(inner)
         elif _is_copied_by_attributes(type(inner)):
-            twin, attributes = object.__new__(type(inner)), inner.__getstate__()
+            # Without the compiled call, which would run the module itself.
+            twin, state = object.__new__(type(inner)), inner.__getstate__()
         else:
             continue
         memo[id(inner)] = twin
-        twins.append((twin, attributes))
-    for twin, attributes in twins:
+        twins.append((twin, state))
+
+    def copy_of_value(value: Any) -> Any:
+        if type(value) in CONSTANTS:
+            return value
+        # To ask here spares deepcopy, as most values are known.
+        return memo[id(value)] if id(value) in memo else copy.deepcopy(value, memo)
+
+    for twin, state in twins:
         copies = vars(twin)
-        for name, value in attributes.items():
-            if type(value) in CONSTANTS:
-                copies[name] = value
-            else:
-                # To ask here spares deepcopy, as most values are empty tables.
-                is_known = id(value) in memo
-                copies[name] = (
-                    memo[id(value)] if is_known else copy.deepcopy(value, memo)
-                )
+        for name, value in state.items():
+            copies[name] = (
+                type(value)({key: copy_of_value(x) for key, x in value.items()})
+                if name in TABLES
+                else copy_of_value(value)
+            )
     copied = copy.deepcopy(module, memo)
     vars(copied)[COPY_MARK] = True
     return copied

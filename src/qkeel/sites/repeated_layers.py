@@ -15,9 +15,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.calls import ScoresCall
+from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import ModuleCall, mapped, undisturbed
-from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.capture.intercept import CapturedCall
 from qkeel.capture.random_streams import seed_generators
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.module_tables import modules_of
@@ -25,7 +25,8 @@ from qkeel.sites.module_copy import COPY_MARK, PartOfArguments, copy_of, hidden_
 from qkeel.sites.search_passes import forward
 from qkeel.sites.site import AttentionSite, Sites, renamed, within
 from qkeel.sites.trace import PartTrace
-from qkeel.sites.verify import EnoughError, LogitReader, name_of_call
+from qkeel.sites.verify import EnoughError, LogitReader, RepeatedCalls
+from qkeel.spec import AttentionCall
 
 # What torch keeps in every module, such as hooks, and the mark of copies.
 _NO_SETTINGS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "training"}
@@ -63,8 +64,7 @@ class KnownModule:
         self._given = part.given(frame)
         (self._site,) = trace.sites
         self._weights = _drawn_weights(frame.module, name, self._site)
-        self._calls = self._calls_of(copied)
-        self._readers = [LogitReader(call.call) for call in self._calls]
+        self._calls = [_ReferenceCall(call) for call in self._calls_of(copied)]
 
     def is_like(self, frame: ModuleCall, name: str) -> bool:
         """True if the module of a call has the same classes, settings and buffers, the same shapes of weights, and
@@ -84,7 +84,7 @@ class KnownModule:
             return None
         calls = self._calls_of(module)
         if len(calls) != len(self._calls) or not all(
-            map(_is_same_call, self._calls, calls, self._readers)
+            reference.is_like(call) for reference, call in zip(self._calls, calls)
         ):
             return None
         site = renamed(self._site, lambda path: name + path.removeprefix(self._name))
@@ -97,49 +97,30 @@ class KnownModule:
 
     def _calls_of(self, module: nn.Module) -> list[CapturedCall]:
         """The attention calls of a copy of a module in which the weights of this one stand."""
-        names = {id(inner): path for path, inner in modules_of(self.copied).items()}
         recorded = self._trace.calls[self._site.name]
-        (frame,) = [
-            x for x in recorded[0].captured.frame.line() if x.module is self.copied
-        ]
-        n_calls = 1 + max(call.positions[id(frame)] for call in recorded)
-        calls: list[CapturedCall] = []
-
-        def note(captured: CapturedCall) -> None:
-            if len(calls) < n_calls:
-                calls.append(captured)
-                if len(calls) == n_calls:
-                    raise EnoughError
-
+        (frame,) = [x for x in recorded[0].frame.line() if x.module is self.copied]
         copied = copy_of(module, (), self._weights)
-        within_copy = {name_of_call(call.captured, names) for call in recorded}
-        layout, heads = self._site.layout, (self._site.n_heads, self._site.n_kv_heads)
-        watcher = CaptureMode(
-            copied,
-            note,
-            layouts={} if layout is None else dict.fromkeys(within_copy, layout),
-        )
-        if self._site.key_heads is None:
-            watcher.key_heads = dict.fromkeys(within_copy, heads)
+        repeated = RepeatedCalls(copied, self._site, frame, recorded)
         with (
             extra_pass(copied),
             torch.inference_mode(False),
-            # Buffers and attributes are the copy's.
-            undisturbed(copied, modules=False),
+            # Weights, buffers and attributes are the copy's.
+            undisturbed(copied, weights=False, modules=False),
             self._given.as_given(),
             suppress(EnoughError),
         ):
             seed_generators(copied.parameters())
             args, kwargs = self._given.copied(torch.clone)
+            watcher = repeated.watcher
             forward(copied, watcher, args, kwargs, graph=False, together=False)
-        return calls
+        return repeated.calls
 
 
 def _drawn_weights(
     module: nn.Module, name: str, site: AttentionSite
 ) -> dict[str, Tensor]:
-    """The weights of a module by their names in it, of which those of q and k are drawn at random: rows that are equal or
-    zero would not show which of them makes what."""
+    """Copies of the weights of a module by their names in it, of which those of q and k are drawn at random: rows that are
+    equal or zero would not show which of them makes what."""
     generator = torch.Generator().manual_seed(0)
     drawn = {s.parameter for s in (*site.query, *site.key)}
     weights: dict[str, Tensor] = {}
@@ -148,7 +129,8 @@ def _drawn_weights(
             noise = torch.randn(p.shape, generator=generator)
             weights[path] = (noise * p[0].numel() ** -0.5).to(p)
         else:
-            weights[path] = p
+            # Others than plain ones, such as quantised weights, can't be copied and stay the module's.
+            weights[path] = p.detach().clone() if type(p) is nn.Parameter else p
     return weights
 
 
@@ -211,40 +193,68 @@ def _arguments_of(frame: ModuleCall) -> tuple[object, list[Tensor]]:
     return mapped((frame.given.args, frame.given.kwargs), described), constants
 
 
-def _is_same_call(
-    reference: CapturedCall, captured: CapturedCall, read: LogitReader
-) -> bool:
-    """True if a call computes the same logits as a reference, by the same formula and from the same queries and keys.
+@final
+class _ReferenceCall:
+    """A call of a known module, which those of modules like it are compared with."""
 
-    read: the reader of the reference's logits."""
-    before, after = reference.call, captured.call
-    if type(before) is not type(after) or before.spec != after.spec:
-        return False
-    if (
-        isinstance(before, ScoresCall)
-        and isinstance(after, ScoresCall)
-        and (before.lost, before.sink is None) != (after.lost, after.sink is None)
-    ):
-        return False
-    if captured.how != reference.how or before.query_shape != after.query_shape:
-        return False
-    return all(
-        _is_close(a, b)
-        for a, b in (
-            (before.q, after.q),
-            (before.k, after.k),
-            (read.recorded, read(after)),
+    def __init__(self, captured: CapturedCall) -> None:
+        self._captured, self._read = captured, LogitReader(captured.call)
+        self._query = _Reference(captured.call.q)
+        self._key = _Reference(captured.call.k)
+        self._logits = _Reference(self._read.recorded)
+
+    def is_like(self, captured: CapturedCall) -> bool:
+        """True if a call computes the same logits, by the same formula and from the same queries and keys."""
+        before, after = self._captured.call, captured.call
+        if type(before) is not type(after) or before.spec != after.spec:
+            return False
+        if (
+            isinstance(before, ScoresCall)
+            and isinstance(after, ScoresCall)
+            and (before.lost, before.sink is None) != (after.lost, after.sink is None)
+        ):
+            return False
+        if captured.how != self._captured.how:
+            return False
+        is_close = (
+            before.query_shape == after.query_shape
+            and self._query.is_close(after.q)
+            and self._key.is_close(after.k)
         )
+        # Without masks, positions and parameters of a call's own, its formula says what queries and keys make.
+        return is_close and (
+            _is_formula(before, after) or self._logits.is_close(self._read(after))
+        )
+
+
+def _is_formula(before: Seen, after: Seen) -> bool:
+    """True if the logits of two calls with the same spec depend on queries and keys alone, in the same way."""
+    return (
+        isinstance(before, AttentionCall)
+        and isinstance(after, AttentionCall)
+        and before.causal == after.causal
+        and all(x.whole and x.plain and not x.params for x in (before, after))
     )
 
 
-def _is_close(first: Tensor | None, second: Tensor | None) -> bool:
-    """True if tensors are equal up to rounding; NaN stands for hidden pairs."""
-    if first is None or second is None or first.shape != second.shape:
-        return False
-    largest = float(first.abs().nan_to_num(0.0).amax())
-    limit = 16 * torch.finfo(first.dtype).eps * largest
-    is_shown = 0 < largest < float("inf")
-    return is_shown and torch.allclose(
-        first, second, rtol=0.0, atol=limit, equal_nan=True
-    )
+@final
+class _Reference:
+    """A tensor that others should equal up to rounding; NaN stands for hidden pairs."""
+
+    def __init__(self, values: Tensor | None) -> None:
+        self._values, self._limit = values, 0.0
+        if values is not None:
+            largest = float(values.abs().nan_to_num(0.0).amax())
+            self._limit = 16 * torch.finfo(values.dtype).eps * largest
+
+    def is_close(self, values: Tensor | None) -> bool:
+        """True if there is something to compare, and the values are close."""
+        reference = self._values
+        if reference is None or values is None or reference.shape != values.shape:
+            return False
+        if not 0 < self._limit < float("inf"):
+            return False
+        # The same kernels on the same numbers give the same bits, and `equal` is several times as fast.
+        return torch.equal(reference, values) or torch.allclose(
+            reference, values, rtol=0.0, atol=self._limit, equal_nan=True
+        )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Literal, TypeVar, final, get_args
 
 import torch
@@ -300,9 +300,8 @@ class AttentionSite:
     callers: tuple[tuple[str, str, int], ...] = ()
     #: the last weights on the path to its values, as far as their parameters make logits too
     value_weights: tuple[HeadSlice, ...] = ()
-    chooses: bool = (
-        False  #: whether its scores choose keys and are not the input of a softmax
-    )
+    #: whether its scores choose keys and are not the input of a softmax
+    chooses: bool = False
 
     @property
     def layer_type(self) -> LayerType:
@@ -490,76 +489,6 @@ def renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite:
         key_gains=named(site.key_gains),
         between=named(site.between),
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class KnownSites:
-    """What observing the calls of some sites needs.
-
-    Attributes:
-        sites: the sites.
-        described: those that were described by hand.
-        layouts: the dimensions of their scores, by name.
-        key_heads: the numbers of query and key heads in their calls, by name.
-        indexers: the dimensions of the scores by which keys are chosen, by the name of the layer.
-        by_caller: the names of sites by the calls of modules that several sites share, or None if there are none.
-    """
-
-    sites: list[AttentionSite]
-    described: list[AttentionSite]
-    layouts: Mapping[str, HeadLayout]
-    key_heads: Mapping[str, tuple[int, int]]
-    indexers: Mapping[str, HeadLayout | None]
-    by_caller: Mapping[tuple[str, str, int], str] | None
-
-    @classmethod
-    def of(cls, sites: Sequence[AttentionSite]) -> KnownSites:
-        # An ordinary list has no indexers.
-        indexers = sites.indexers if isinstance(sites, Sites) else ()
-        return cls(
-            sites=[*sites],
-            described=[site for site in sites if site.description is not None],
-            layouts={s.name: s.layout for s in sites if s.layout is not None},
-            key_heads={
-                # Keys that are repeated in an order other than blocks stay repeated.
-                s.name: (s.n_heads, s.n_kv_heads if s.key_heads is None else s.n_heads)
-                for s in sites
-                if s.verified
-            },
-            indexers={s.name.removesuffix(INDEX): s.layout for s in indexers},
-            by_caller={caller: s.name for s in sites for caller in s.callers} or None,
-        )
-
-
-# The suffix of the name of an indexer.
-INDEX = "#index"
-
-
-def layer_of(module: str, sites: Iterable[str]) -> str | None:
-    """Returns the first site of the layer to which a module belongs, or None if there is none.
-
-    The layer is the innermost module around the given one that contains sites, searching up to the numbered entry of a
-    list. If the model itself is the attention module, the layer is the full model.
-
-    >>> layer_of("h.1.attn.indexer", ["h.0.attn", "h.1.attn", "h.1.attn#2"]), layer_of("h.1.index", ["h.0.attn"])
-    ('h.1.attn', None)
-    >>> layer_of("h.1.index", ["h.0.attn", "h.1.attn"]), layer_of("index", [""])
-    ('h.1.attn', '')
-    """
-    homes = {site: site.partition("#")[0] for site in sites}
-    around = module.split(".") if module else []
-    for n in range(len(around), 0, -1):
-        path = ".".join(around[:n])
-        inside = (
-            site
-            for site, home in homes.items()
-            if home == path or home.startswith(f"{path}.")
-        )
-        if (nearest := next(inside, None)) is not None:
-            return nearest
-        if around[n - 1].isdigit():
-            break
-    return next((site for site, home in homes.items() if not home), None)
 
 
 def share(known: int, missed: int) -> str:

@@ -31,8 +31,14 @@ from qkeel.capture.example import (
     copied,
     undisturbed,
 )
-from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
-from qkeel.capture.named_attention import BY_NAME
+from qkeel.capture.intercept import (
+    CapturedCall,
+    CaptureMode,
+    Places,
+    Watch,
+    name_of,
+)
+from qkeel.capture.known_sites import INDEX, KnownSites
 from qkeel.capture.visible_pattern import VisiblePattern, told_apart, visible_pattern
 from qkeel.errors import (
     InvalidValueError,
@@ -44,7 +50,7 @@ from qkeel.errors import (
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.guards import DeferredError, unguarded
 from qkeel.patching.modes import Args, Kwargs
-from qkeel.patching.module_tables import modules_of
+from qkeel.patching.module_tables import modules_of, parameters_in
 from qkeel.patching.torch_state import uncompiled
 from qkeel.sites.graph import names_of
 from qkeel.sites.module_copy import (
@@ -55,14 +61,11 @@ from qkeel.sites.module_copy import (
     parts_of_arguments,
     unnoticed,
 )
-from qkeel.sites.observed_pass import Places
 from qkeel.sites.repeated_layers import KnownModule
 from qkeel.sites.search_passes import check_devices, forward, spread, whole_weights
 from qkeel.sites.site import (
-    INDEX,
     AttentionSite,
     HeadSlice,
-    KnownSites,
     Sites,
     renamed,
     within,
@@ -70,9 +73,7 @@ from qkeel.sites.site import (
 from qkeel.sites.trace import (
     OperandNorms,
     PartTrace,
-    RecordedCall,
     common_module,
-    scored,
     traced_part,
 )
 from qkeel.sites.verify import CannotRerunError, Verification
@@ -180,10 +181,10 @@ class SiteSearch:
     def _name_modules(self, frame: ModuleCall) -> None:
         """Names what the model consists of, again if a forward has replaced modules, or has weights of its own while it
         runs, as one that fully_shard has split."""
-        module = frame.module
-        is_named = all(id(x) in self._names for x in module.modules())
+        tree = modules_of(frame.module).values()
+        is_named = all(id(x) in self._names for x in tree)
         if not is_named or any(
-            id(p) not in self._parameters for p in module.parameters()
+            id(p) not in self._parameters for p in parameters_in(tree)
         ):
             model = self._model
             self._names = {id(x): name for name, x in modules_of(model).items()}
@@ -224,7 +225,8 @@ class SiteSearch:
     def _trace_alike(self, frame: ModuleCall, known: KnownModule) -> ModuleTrace | None:
         """The trace of a module if it computes what a known one computes."""
         module, name = frame.module, self._names[id(frame.module)]
-        is_shared = any(id(p) in self._shared for p in module.parameters())
+        tree = modules_of(module).values()
+        is_shared = any(id(p) in self._shared for p in parameters_in(tree))
         if is_shared or id(module) in self._whole:
             return None
         given = None
@@ -258,7 +260,9 @@ class SiteSearch:
     def _lacks(self, frame: ModuleCall) -> bool:
         """True if a module makes more calls than those that some of its tokens have shown; all of them are then taken,
         once."""
-        is_known = any(site.name == name_of(frame, frame.calls) for site in self.sites)
+        is_known = any(
+            site.name == name_of(frame.name, frame.calls) for site in self.sites
+        )
         if is_known or frame.name not in self._of_some_tokens:
             return False
         self._of_some_tokens.remove(frame.name)
@@ -386,20 +390,19 @@ class SiteSearch:
                 (modules[name], modules.get(caller, caller), number)
                 for name, caller, number in part.callers
             )
-            called = ModuleCall(
-                name=self._names[id(module)], module=module, parent=None
-            )
+            called = self._names[id(module)]
             name = name_of(called, trace.first_call(part).ordinal)
             site = renamed(part, lambda weight: parameters.get(weight, weight))
             weights = weights_of(site)
-            if weights <= {self._parameters[id(p)] for p in module.parameters()}:
+            held = parameters_in(modules_of(module).values())
+            if weights <= {self._parameters[id(p)] for p in held}:
                 self._known.add(id(module))
             elif name in by_name and weights != weights_of(by_name[name]):
                 callers = callers or (frame.caller,) * (module is frame.module)
             else:
                 callers = ()
             if callers:
-                name = f"{common_module(sorted(weights))}#{called.name}"
+                name = f"{common_module(sorted(weights))}#{called}"
             if name in by_name:
                 continue
             if frame.caller in callers:
@@ -470,7 +473,7 @@ class ModuleTrace:
 
     def first_call(self, site: AttentionSite) -> CapturedCall:
         """The first attention call of a site in the trace."""
-        return self.trace.calls[site.name][0].captured
+        return self.trace.calls[site.name][0]
 
     def module_of(self, site: AttentionSite) -> nn.Module:
         """The module of the model that makes the calls of a site."""
@@ -564,7 +567,7 @@ class ModelTrace:
     unclear_masks: Mapping[str, str]
 
     @property
-    def calls(self) -> dict[str, list[RecordedCall]]:
+    def calls(self) -> dict[str, list[CapturedCall]]:
         """The first call of each site, or one call for each head if the heads are computed one by one."""
         return {
             name: trace.of_module.trace.calls[trace.name]
@@ -574,7 +577,7 @@ class ModelTrace:
     def module_call(self, site: AttentionSite) -> ModuleCall:
         """The module call that made the first attention call of a site, with its inputs."""
         trace = self.traces[site.name]
-        return trace.of_part.calls[trace.name][0].captured.frame
+        return trace.of_part.calls[trace.name][0].frame
 
     def inputs_after(
         self, site: AttentionSite, weights: Mapping[str, Tensor]
@@ -683,24 +686,20 @@ def call_observer(
 
     With the trace of an earlier pass, only the modules of the sites are observed, and calls that came by the name of
     torch's function are read by it: one that comes in another way, or elsewhere, is then not reported."""
-    facts = KnownSites.of(sites)
+    known = KnownSites.of(sites)
     only_in: Places | None = None
     # Callers are told apart by what they have called before.
-    if trace is not None and facts.by_caller is None:
+    if trace is not None and known.by_caller is None:
         only_in = {}
         for site in sites:
             calls = trace.calls.get(site.name)
-            functions = BY_NAME if calls and calls[0].captured.by_name else None
+            watch = Watch.NAME if calls and calls[0].by_name else Watch.ALL
             name = site.name.partition("#")[0]
-            _, earlier = only_in.get(name, (site.module, functions))
-            only_in[name] = site.module, functions and earlier
+            _, earlier = only_in.get(name, (site.module, watch))
+            only_in[name] = site.module, max(watch, earlier)
         if "" in only_in:
             only_in = None
-    mode = CaptureMode(model, report, layouts=facts.layouts, only_in=only_in)
-    mode.key_heads = facts.key_heads
-    # A module that several callers share makes a site for each of them.
-    mode.stack.by_caller = facts.by_caller
-    return mode
+    return CaptureMode(model, report, known=known, only_in=only_in)
 
 
 def _failed(model: nn.Module, error: Exception) -> InvalidValueError:
@@ -754,14 +753,9 @@ class _ObservedPass:
         except Exception as error:
             raise _failed(self._model, error) from error
 
-    def _find(self, frame: ModuleCall, /, *, chooses: bool) -> None:
-        if self._search.at(frame, chooses=chooses):
-            facts = KnownSites.of(self._search.sites)
-            self.watcher.layouts, self.watcher.key_heads = (
-                facts.layouts,
-                facts.key_heads,
-            )
-            self.watcher.stack.by_caller = facts.by_caller or {}
+    def _find(self, frame: ModuleCall, /, *, chooses: bool) -> KnownSites | None:
+        is_more_known = self._search.at(frame, chooses=chooses)
+        return KnownSites.of(self._search.sites) if is_more_known else None
 
     def _note(self, captured: CapturedCall) -> None:
         name = captured.name
@@ -771,7 +765,7 @@ class _ObservedPass:
             )
         if name in self.order and not captured.headless:
             return
-        self._heads[name] += scored(captured).shape[1]
+        self._heads[name] += captured.call.scores_shape[1]
         if name in self.order:
             return
         sites = {site.name: site for site in self._search.sites}
@@ -833,11 +827,10 @@ def unknown_site(
     layout: HeadLayout | None = None,
 ) -> AttentionSite:
     """The site of a call whose module does not run alone, because of this failure."""
-    scores = call.logits if isinstance(call, ScoresCall) else call.q
-    heads = scores.shape[1]
+    heads = call.scores_shape[1]
     keys = None if isinstance(call, ScoresCall) else call.k.shape[1]
     why = "no module around it runs alone"
-    if not scores.numel():
+    if 0 in call.scores_shape:
         why = _NO_TOKENS
     elif failure is not None:
         reason = str(failure)
@@ -861,12 +854,10 @@ def _unclear_masks(call: object) -> str:
     key are left out, since padding may have added them."""
     if not isinstance(call, ScoresCall):
         return ""
-    is_low, hidden = (
-        call.capped <= HIDES,
-        torch.zeros_like(call.capped, dtype=torch.bool),
-    )
-    if call.hidden is not None:
-        hidden = hidden | call.hidden
+    is_low = call.capped <= HIDES
+    hidden = torch.zeros_like(is_low)
+    if call.mask is not None:
+        hidden = hidden | ~call.mask
     if bool((hidden & ~is_low & ~hidden.all(-1, keepdim=True)).any()):
         return f"its mask hides keys by a number above {HIDES:.0f} (such as -100)"
     if bool((is_low & ~hidden & call.capped.isfinite()).any()):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -13,11 +12,11 @@ from torch import Tensor, nn
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import arguments, undisturbed
 from qkeel.errors import NoAttentionError
-from qkeel.functional.norms import wide
 from qkeel.patching.forward import unwrapped
 from qkeel.sites.find import found_sites
 from qkeel.sites.site import Sites
 from qkeel.sites.tap import Tap
+from qkeel.spec import AttentionCall
 
 # Numbers of one block of rows, all heads, that are in memory at once.
 BLOCK = 1 << 24
@@ -69,12 +68,7 @@ def _is_one_head(call: Seen) -> bool:
 
 def weights_shape(calls: Sequence[Seen]) -> tuple[int, int, int, int]:
     """The sizes b, h, t and s of a site's weights."""
-    call = calls[0]
-    if isinstance(call, ScoresCall):
-        b, h, t, s = call.logits.shape
-    else:
-        b, h, t, _ = call.q.shape
-        s = call.k.shape[2]
+    b, h, t, s = calls[0].scores_shape
     return b, h * len(calls), t, s
 
 
@@ -100,11 +94,7 @@ def blocks_of_weights(
     with torch.no_grad(), torch.autocast(calls[0].query_device.type, enabled=False):
         for block in blocks:
             parts = [
-                (
-                    _scores_weights(call, block)
-                    if isinstance(call, ScoresCall)
-                    else _call_weights(call, block)
-                ).expand(b, h // len(calls), -1, s)
+                _rows_of_weights(call, block).expand(b, h // len(calls), -1, s)
                 for call in calls
             ]
             yield block, torch.cat(parts, 1)
@@ -120,30 +110,23 @@ def _runs_of_rows(rows: tuple[int, ...], largest: int) -> Iterator[slice]:
             start = stop
 
 
-def _call_weights(call: Any, rows: slice) -> Weights:
-    """The weights of some rows of a call with queries and keys, under the mask as it was written: logits may overtake a
-    number that is meant to hide a pair."""
-    if call.written_mask is not None:
+def _rows_of_weights(call: Seen, rows: slice) -> Weights:
+    """The weights of some rows of a call, under the mask as it was written: logits may overtake a number that is meant to
+    hide a pair.
+
+    The softmax of attention that is written by hand may also see a sink."""
+    if isinstance(call, AttentionCall) and call.written_mask is not None:
         call = dataclasses.replace(call, mask=call.written_mask)
-    keys = slice(0, call.k.shape[2])
+    keys = slice(0, call.scores_shape[3])
     q, k = call.encoded()
-    logits = call.spec.cap.apply(call.scores(q[:, :, rows], k, rows, keys))
-    return call.spec.normalizer.weights(logits, call.visible(rows, keys), call.params)
-
-
-def _scores_weights(call: ScoresCall, rows: slice) -> Weights:
-    """The weights of some rows of attention that is written by hand, whose softmax may also see a sink.
-
-    A mask of a small number counts as it is: a logit of -10,000 has weight where the others are as low.
-    """
-    logits = call.capped[:, :, rows]
-    logits = logits.to(wide(logits.dtype))
+    logits = call.scores(q[:, :, rows], k, rows, keys)
+    if call.spec.cap.kind != "none":
+        logits = call.capped_scores(logits, rows, keys)
+    normalizer = call.spec.normalizer
     if call.params is not None:
-        hidden = call.hidden_in(rows)
-        visible = None if hidden is None else ~hidden
-        return call.spec.normalizer.weights(logits, visible, call.params)
+        return normalizer.weights(logits, call.visible(rows, keys), call.params)
     if call.sink is None:
-        return call.spec.normalizer.weights(logits, logits != -torch.inf, {})
+        return normalizer.weights(logits, logits != -torch.inf, {})
     sink = call.sink[:, :, rows, None].to(logits.dtype)
     total = torch.logaddexp(logits.logsumexp(-1, keepdim=True), sink)
     return (logits - total).exp()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Self
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics, statistics
 from qkeel.capture.example import LastPass, copied, tensors, undisturbed
-from qkeel.capture.intercept import CapturedCall, CaptureMode, Search
+from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.capture.known_sites import KnownSites
 from qkeel.capture.named_attention import CompiledBounds
 from qkeel.capture.random_streams import RandomStreams, seed_generators
 from qkeel.errors import caution
@@ -33,10 +35,9 @@ from qkeel.sites.observed_pass import (
     MeasureRows,
     ObservedPass,
     PassSearch,
-    Places,
 )
 from qkeel.sites.outside_calls import OutsideCalls
-from qkeel.sites.site import KnownSites, Sites
+from qkeel.sites.site import Sites
 
 _TRANSFORMED = (
     "a pass inside a transform of torch.func (grad, vmap, jvp) is not measured, because its tensors have no values "
@@ -59,7 +60,7 @@ class Visitor:
         """Called when the measured pass begins (in compiled models, the additional pass). The returned handle is
         removed after the pass. may_train: whether the pass may turn out to be trained."""
 
-    def search(self) -> Search | None:
+    def search(self) -> Callable[..., object] | None:
         """Returns what looks for the sites of the pass that begins, when a module is about to make an attention call."""
         return None
 
@@ -165,8 +166,8 @@ class Tap(Handle):
         self.own_alone = False
         # By the mode of the model.
         self._searches = {
-            True: PassSearch(),
-            False: PassSearch(),
+            True: PassSearch(self),
+            False: PassSearch(self),
         }
         # Attention calls that were measured.
         self.calls_seen: dict[Phase, int] = {
@@ -204,31 +205,10 @@ class Tap(Handle):
                     return held.latest
         return self._latest
 
-    def places(self) -> Places | None:
-        """The modules in which the pass that begins is searched for attention outside qkeel's modules, or None to
-        search everywhere."""
-        return (
-            {}
-            if self.own_alone
-            else self._searches[self.model.training].places(self.tree)
-        )
-
-    def observed(self, places: Places | None) -> list[nn.Module]:
-        """The modules in which attention calls are observed in a pass that is searched at these places."""
-        if places is None:
-            return [module for _, module in self.tree.named()]
-        return self._searches[self.model.training].inside
-
-    def searched(self, places: Places | None, *, trusts_names: bool = True) -> None:
-        """Notes where a pass had attention that was searched everywhere; with None, the next pass is so too.
-
-        trusts_names: False if a call may have come in another way than by the name of torch's function."""
-        if not places and not self.tree.of_kind(SpecModule):
-            # No attention was found, so it may appear anywhere.
-            places = None
-        search = self._searches[self.model.training]
-        search.trusts_names = search.trusts_names and trusts_names
-        search.note(places, self.tree)
+    @property
+    def search(self) -> PassSearch:
+        """Where passes in the model's mode are searched for attention outside qkeel's modules."""
+        return self._searches[self.model.training]
 
     def has(self, phase: Phase) -> bool:
         """True if there are statistics of passes with this role to read."""
@@ -302,12 +282,18 @@ class Tap(Handle):
         """Returns the first call of each site in an additional pass with these arguments. The pass runs eagerly and
         without gradients, and with the same random numbers each time, or those that come next if not `is_seeded`; it is
         not counted and changes nothing."""
-        kept: dict[str, Seen] = {}
-        look = ObservedPass(self, kept)
-        self._extra_pass(look, args, kwargs, is_seeded=is_seeded)
-        if look.error is not None:
-            raise look.error
-        return kept
+        calls: dict[str, Seen] = {}
+        watcher = CaptureMode(
+            self.model,
+            lambda captured: calls.setdefault(captured.name, captured.call),
+            guard=self.guard,
+            known=self.facts,
+            own=self.tree.of_kind(SpecModule),
+        )
+        error = self._extra_pass(watcher.look, args, kwargs, is_seeded=is_seeded)
+        if error is not None:
+            raise error
+        return calls
 
     @property
     def facts(self) -> KnownSites:
@@ -362,21 +348,22 @@ class Tap(Handle):
             return
         self._running = running = ObservedPass(self, may_train=may_train)
         if is_compiled or _takes_fast_path(self.tree):
-            self._extra_pass(running, args, kwargs)
+            begin = functools.partial(running.begin, None)
+            running.error = self._extra_pass(begin, args, kwargs)
         else:
             call = (args, kwargs) if self._forwards.model is self.model else None
             running.begin(call, self._forwards.around)
 
     def _extra_pass(
         self,
-        look: ObservedPass,
+        look: Callable[[ExitStack], None],
         args: Args,
         kwargs: Kwargs,
         is_seeded: bool = False,
         random: RandomStreams | None = None,
-    ) -> object:
-        """Makes a pass of the model eagerly and returns its output. `is_seeded` seeds the random generators; `random` puts
-        them back to an earlier state."""
+    ) -> Exception | None:
+        """Makes a pass of the model eagerly, which is observed from `look` on, and returns the error with which it ends.
+        `is_seeded` seeds the random generators; `random` puts them back to an earlier state."""
         with (
             extra_pass(self),
             torch.no_grad(),
@@ -389,11 +376,11 @@ class Tap(Handle):
                 random.restore()
             try:
                 with ExitStack() as around:
-                    look.begin(None, around)
-                    return self.model(*copied(args), **copied(dict(kwargs)))
+                    look(around)
+                    self.model(*copied(args), **copied(dict(kwargs)))
             except Exception as error:
                 # It is not an error of the tap if the model's own pass fails too.
-                look.error = error
+                return error
         return None
 
     def _bounded_pass(
@@ -420,7 +407,8 @@ class Tap(Handle):
                 "the model writes into its inputs, so the logits of one compiled pass that may be over the threshold "
                 "are read from what it left; from the next pass on an additional pass is made first"
             )
-        self._extra_pass(look, args, kwargs, random=held.random)
+        begin = functools.partial(look.begin, None)
+        look.error = self._extra_pass(begin, args, kwargs, random=held.random)
         return look
 
     def _after(self, output: object, failed: bool) -> None:

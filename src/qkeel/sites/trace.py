@@ -20,9 +20,10 @@ from qkeel.capture.calls import ScoresCall, fewest_keys, key_heads
 from qkeel.capture.example import Caller, ModuleCall, undisturbed
 from qkeel.capture.hand_written import is_projected, reached
 from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.capture.known_sites import INDEX, layer_of
 from qkeel.capture.user_hooks import hooks_held_back
 from qkeel.capture.visible_pattern import KeyOrigin
-from qkeel.functional.norms import unrounded, widest
+from qkeel.functional.norms import widest
 from qkeel.patching.autograd import nodes_of, variable_of
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.modes import Args, Kwargs
@@ -38,18 +39,15 @@ from qkeel.sites.rows import (
 )
 from qkeel.sites.search_passes import forget_casts, forward
 from qkeel.sites.site import (
-    INDEX,
     AttentionSite,
     HeadSlice,
     NormGain,
     QKProduct,
     Sites,
-    layer_of,
 )
 from qkeel.sites.verify import (
     ChangedWeights,
     LogitReader,
-    RecordedCall,
     Verification,
     products_of_call,
     smallest_rerun,
@@ -125,7 +123,7 @@ class PartTrace:
 
     part: nn.Module
     sites: Sites
-    calls: dict[str, list[RecordedCall]]
+    calls: dict[str, list[CapturedCall]]
     values: dict[str, Tensor]
 
     def verified(
@@ -147,8 +145,8 @@ class PartTrace:
         """
         (site,) = [site for site in self.sites if site.name == name]
         calls = self.calls[name]
-        readers = [LogitReader(call.captured.call) for call in calls]
-        with extra_pass(self.part), hooks_held_back(self.part):
+        readers = [LogitReader(call.call) for call in calls]
+        with extra_pass(self.part), hooks_held_back([*self.part.modules()]):
             rerun = smallest_rerun(
                 site, calls, readers, ChangedWeights(self.part, site)
             )
@@ -171,7 +169,7 @@ class PartTrace:
     def operands(self, name: str) -> list[tuple[OperandNorms, OperandNorms]]:
         """The operands of every product of a site's first call, if it was fully observed."""
         names, first = names_of(self.part), self.calls[name][0]
-        stops = nodes_of(first.captured.frame.inputs)
+        stops = nodes_of(first.frame.inputs)
 
         def norms(x: Tensor) -> OperandNorms:
             leaves = leaves_of(x.grad_fn, stops) or ()
@@ -181,7 +179,7 @@ class PartTrace:
 
         return [
             (norms(q), norms(k))
-            for q, k in products_of_call(first.captured.call)
+            for q, k in products_of_call(first.call)
             if q is not None and k is not None
         ]
 
@@ -197,7 +195,7 @@ class PartTrace:
         # A view made here belongs to the graph of the pass, regardless of the caller's mode.
         with torch.inference_mode(False), torch.enable_grad():
             try:
-                values = side(fewest_keys(v), first.captured.frame, names, "v")
+                values = side(fewest_keys(v), first.frame, names, "v")
                 return tuple(
                     values.slices(*path)[-1]
                     for path in values.paths()
@@ -227,11 +225,8 @@ def traced_part(
         reading = _Reading(part, verifies=verification is not None)
         reading.run(args, kwargs)
         watcher, sites = reading.watcher, reading.sites_in_order()
-        groups = grouped([call.captured for call in reading.order.values()])
-        calls = {
-            group[0].name: [reading.order[captured.name] for captured in group]
-            for group in groups
-        }
+        groups = grouped(reading.order.values())
+        calls = {calls_of_site[0].name: calls_of_site for calls_of_site in groups}
         trace = PartTrace(
             part=part,
             sites=Sites(sites, watcher.missed, _indexers(watcher, sites)),
@@ -277,7 +272,7 @@ class _Reading:
         self._verifies = verifies
         self.sites: dict[str, AttentionSite] = {}
         # The first call for each name.
-        self.order: dict[str, RecordedCall] = {}
+        self.order: dict[str, CapturedCall] = {}
         # For each call by its first name: the sets of weights with which it was made, and the names of their sites.
         self._weights: dict[str, dict[frozenset[tuple[str, str]] | None, str]] = {}
         # By the name of a site whose module is called with several sets.
@@ -290,19 +285,15 @@ class _Reading:
         part = self.watcher.stack.root.module
         forward(part, self.watcher, args, kwargs, together=False)
         with torch.enable_grad():
-            for calls in grouped([call.captured for call in self.order.values()]):
+            for calls in grouped(self.order.values()):
                 self._read_site(calls)
 
     def _note(self, captured: CapturedCall) -> None:
         captured = self._named_by_caller(captured)
-        line = captured.frame.line()
-        positions = {id(frame): frame.captured for frame in line}
-        for frame in line:
-            frame.captured += 1
         if captured.name in self.order:
             return
-        self.order[captured.name] = RecordedCall(captured=captured, positions=positions)
-        for frame in line if self._verifies else ():
+        self.order[captured.name] = captured
+        for frame in captured.frame.line() if self._verifies else ():
             if frame.given is not None:
                 frame.given.copy_tensors()
 
@@ -312,8 +303,8 @@ class _Reading:
         if name not in self.order:
             return captured
         if name not in self._weights:
-            first = self.order[name].captured
-            self._weights[name] = {self._weights_behind(first): name}
+            first = self._weights_behind(self.order[name])
+            self._weights[name] = {first: name}
         by_weights, weights = self._weights[name], self._weights_behind(captured)
         if weights is None or None in by_weights or frame.caller is None:
             return captured
@@ -342,7 +333,8 @@ class _Reading:
         )
 
     def _read_site(self, calls: list[CapturedCall]) -> None:
-        with unrounded(scored(calls[0])):
+        device = calls[0].call.query_device
+        with torch.autocast(device.type, enabled=False):
             site = _site(calls, self._names)
         if self._parts_share_weights(site, calls[0].frame):
             why = "one weight is applied to several parts of its input, so heads that share it cannot be counted"
@@ -400,7 +392,7 @@ def common_module(parameters: Sequence[str]) -> str:
     return ".".join(common)
 
 
-def grouped(firsts: Sequence[CapturedCall]) -> Iterator[list[CapturedCall]]:
+def grouped(firsts: Iterable[CapturedCall]) -> Iterator[list[CapturedCall]]:
     """Groups the first calls of sites: a single call for each site, or the calls of all heads if a module computes them
     one by one."""
     groups: dict[int, list[CapturedCall]] = {}
@@ -408,12 +400,6 @@ def grouped(firsts: Sequence[CapturedCall]) -> Iterator[list[CapturedCall]]:
         key = id(first.frame) if first.headless else id(first)
         groups.setdefault(key, []).append(first)
     yield from groups.values()
-
-
-def scored(captured: CapturedCall) -> Tensor:
-    """The logits of a call, or its q; the second dimension of either is the heads."""
-    call = captured.call
-    return call.logits if isinstance(call, ScoresCall) else call.q
 
 
 # --- The site of a call
@@ -468,7 +454,7 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
     if q is not None and k is not None and is_plain:
         query_gains = seen_gains(q, names)
         key_gains = seen_gains(k, names) if query_gains else ()
-    heads = scored(first).shape[1] * len(calls)
+    heads = call.scores_shape[1] * len(calls)
     # Each query vector counts once, and products of the same weights, of which a mask chooses one for each pair
     # (ReRoPE), are one term.
     queries: list[Tensor] = []
@@ -548,6 +534,6 @@ def is_product(call: object) -> bool:
     scale = call.spec.scale.factor(q.new_zeros(1, 1), q.shape[-1], {})
     k = call.k.repeat_interleave(q.shape[1] // call.k.shape[1], 1)
     products = q @ k.mT * scale
-    visible = z.isfinite() if call.hidden is None else ~call.hidden & z.isfinite()
+    visible = z.isfinite() if call.mask is None else call.mask & z.isfinite()
     rounding = 16 * torch.finfo(z.dtype).eps * products.abs().max()
     return not bool((((z - products).abs() > rounding) & visible).any())

@@ -39,9 +39,9 @@ from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import ModuleCall, restored
 from qkeel.capture.hand_written import reached
 from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
+from qkeel.capture.known_sites import KnownSites
 from qkeel.capture.readers import unobserved
 from qkeel.errors import RefusedError, caution
-from qkeel.functional.norms import wide
 from qkeel.patching.autograd import nodes_of
 from qkeel.patching.modes import CollectiveMode, push_mode, take_off
 from qkeel.patching.module_tables import modules_of, submodules_of
@@ -59,14 +59,6 @@ _ROWS = 32
 _BASES = (4.0, 3.0)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RecordedCall:
-    """A captured call, and for each module call around it, by id, the number of attention calls reported before it."""
-
-    captured: CapturedCall
-    positions: Mapping[int, int]
-
-
 class CannotRerunError(Exception):
     """A module does not compute alone what it computed in the model's pass; the message says why."""
 
@@ -81,7 +73,7 @@ class Verification:
         self._by_gradients: dict[str, str] = {}
 
     def site(
-        self, model: nn.Module, site: AttentionSite, calls: Sequence[RecordedCall]
+        self, model: nn.Module, site: AttentionSite, calls: Sequence[CapturedCall]
     ) -> AttentionSite:
         """Returns the site; if its weights are not confirmed, `unverified` gives the reason.
 
@@ -103,12 +95,12 @@ class Verification:
         return dataclasses.replace(site, unverified=doubt, unscaled=unscaled)
 
     def _check(
-        self, model: nn.Module, site: AttentionSite, calls: Sequence[RecordedCall]
+        self, model: nn.Module, site: AttentionSite, calls: Sequence[CapturedCall]
     ) -> tuple[str, str]:
         """Why the weights are not confirmed, or "", and why the logits do not scale with them, or ""."""
         if not calls:
             return "the pass did not contain its attention call", ""
-        readers = [LogitReader(call.captured.call) for call in calls]
+        readers = [LogitReader(call.call) for call in calls]
         heads = sum(reader.recorded.shape[1] for reader in readers)
         if heads != site.n_heads:
             return f"the pass showed {heads} heads instead of {site.n_heads}", ""
@@ -167,7 +159,7 @@ def has_same_rows(site: AttentionSite, other: AttentionSite) -> bool:
 
 def smallest_rerun(
     site: AttentionSite,
-    calls: Sequence[RecordedCall],
+    calls: Sequence[CapturedCall],
     readers: Sequence[LogitReader],
     weights: ChangedWeights,
 ) -> Rerun:
@@ -207,11 +199,11 @@ def smallest_rerun(
 
 
 def _frames(
-    calls: Sequence[RecordedCall], parameters: Mapping[str, nn.Parameter]
+    calls: Sequence[CapturedCall], parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[ModuleCall]:
     """The module calls around an attention call that can be repeated with other parameters, innermost first."""
     needed = {id(p) for p in parameters.values()}
-    for frame in calls[0].captured.frame.line():
+    for frame in calls[0].frame.line():
         if frame.given is not None and needed <= {
             id(p) for p in frame.module.parameters()
         }:
@@ -220,6 +212,62 @@ def _frames(
 
 class EnoughError(BaseException):
     """Ends a rerun after the calls that were wanted."""
+
+
+@final
+class RepeatedCalls:
+    """Observes the calls of one site in runs that repeat a call of a module.
+
+    Args:
+        module: the module that runs again, or a copy of it.
+        site: the site.
+        frame: the call of the module.
+        recorded: the calls of the site in it.
+
+    Attributes:
+        watcher: observes a run, which ends in an EnoughError after the site's last call, unless it runs `to_end`.
+        calls: those of the run.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        site: AttentionSite,
+        frame: ModuleCall,
+        recorded: Sequence[CapturedCall],
+    ) -> None:
+        depth = recorded[0].frame.line().index(frame)
+        self._numbers = [call.positions[depth] for call in recorded]
+        paths = {id(inner): path for path, inner in modules_of(frame.module).items()}
+        names = {
+            name_of(paths.get(id(call.frame.module), ""), call.ordinal)
+            for call in recorded
+        }
+        heads = site.n_heads, site.n_kv_heads
+        known = KnownSites(
+            layouts={} if site.layout is None else dict.fromkeys(names, site.layout),
+            key_heads={} if site.key_heads else dict.fromkeys(names, heads),
+        )
+        self.watcher = CaptureMode(module, self._note, known=known)
+        self.to_end = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a run."""
+        self.calls: list[CapturedCall] = []
+        # The numbers of the calls, as they are reported.
+        self._reported = itertools.count()
+
+    @property
+    def are_all_seen(self) -> bool:
+        """True after the site's last call."""
+        return len(self.calls) == len(self._numbers)
+
+    def _note(self, captured: CapturedCall) -> None:
+        if next(self._reported) in self._numbers:
+            self.calls.append(captured)
+        if self.are_all_seen and not self.to_end:
+            raise EnoughError
 
 
 @final
@@ -243,28 +291,18 @@ class Rerun:
         self,
         site: AttentionSite,
         frame: ModuleCall,
-        calls: Sequence[RecordedCall],
+        calls: Sequence[CapturedCall],
         readers: Sequence[LogitReader],
         parameters: Mapping[str, nn.Parameter],
     ) -> None:
         assert frame.given is not None
         self.frame, self._given = frame, frame.given
         self._recorded, self._readers = calls, readers
-        self._numbers = [call.positions[id(frame)] for call in calls]
         self._parameters, self.module = dict(parameters), frame.module
-        names = {id(module): name for name, module in modules_of(frame.module).items()}
-        within = {name_of_call(call.captured, names) for call in calls}
-        self._layouts = (
-            {} if site.layout is None else dict.fromkeys(within, site.layout)
-        )
-        heads = (site.n_heads, site.n_kv_heads)
-        self._key_heads = dict.fromkeys(within, heads) if site.key_heads is None else {}
-        self._watcher = CaptureMode(self.module, self._note, layouts=self._layouts)
-        self._watcher.key_heads = self._key_heads
-        # Whether the opened module has run, and the calls of its run, as they are reported.
-        self._has_run, self._reported = False, itertools.count()
-        self.calls: list[CapturedCall] = []
-        self._to_end = False
+        self._repeated = RepeatedCalls(self.module, site, frame, calls)
+        self._watcher = self._repeated.watcher
+        # Whether the opened module has run.
+        self._has_run = False
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -282,7 +320,8 @@ class Rerun:
             self._has_run = False
             # What is restored includes the hooks by which the watcher knows the running module.
             try:
-                with restored(self.module) as self._undo:
+                tree = [*modules_of(self.module).values()]
+                with restored(tree) as self._undo:
                     yield
             finally:
                 # Otherwise calls of the last run that were not reported yet would be reported now.
@@ -309,7 +348,8 @@ class Rerun:
             return (inputs or {}).get(next(number), x).detach().clone()
 
         self._run(*self._given.changed(copied), weights)
-        return [reader(x.call) for reader, x in zip(self._readers, self.calls)]
+        calls = self._repeated.calls
+        return [reader(x.call) for reader, x in zip(self._readers, calls)]
 
     def inputs_of_heads(self, widths: Collection[int]) -> dict[int, Tensor]:
         """The inputs, with their numbers, from which q or k was computed in the model's pass.
@@ -320,7 +360,7 @@ class Rerun:
         operands = [
             x.grad_fn
             for call in self._recorded
-            for pair in products_of_call(call.captured.call)
+            for pair in products_of_call(call.call)
             for x in pair
             if x is not None and x.grad_fn is not None
         ]
@@ -353,22 +393,16 @@ class Rerun:
                     name: str = name,
                     module: nn.Module = module,
                 ) -> None:
-                    is_after = len(self.calls) == len(self._numbers)
+                    is_after = self._repeated.are_all_seen
                     if is_after and args and isinstance(args[0], Tensor):
                         inputs.setdefault(name, (module, args[0].detach().clone()))
 
                 undo.callback(module.register_forward_pre_hook(keep).remove)
             args, kwargs = self._given.changed(lambda x: x.detach().clone())
-            self._to_end = True
+            self._repeated.to_end = True
             self._run(args, kwargs, weights)
-            self._to_end = False
+            self._repeated.to_end = False
         return inputs
-
-    def _note(self, captured: CapturedCall) -> None:
-        if next(self._reported) in self._numbers:
-            self.calls.append(captured)
-        if len(self.calls) == len(self._numbers) and not self._to_end:
-            raise EnoughError
 
     def _run(
         self, args: tuple[object, ...], kwargs: Mapping[str, object], weights: Weights
@@ -377,8 +411,8 @@ class Rerun:
         if self._has_run:
             self._undo()
             self._watcher.restart()
-        self._has_run, self._reported = True, itertools.count()
-        self.calls = []
+        self._has_run = True
+        self._repeated.begin()
         # Autocast keeps the cast of each weight, whatever the weight holds now.
         forget_casts()
         with self._given.as_given(), self._exchanged(weights):
@@ -391,7 +425,7 @@ class Rerun:
             finally:
                 take_off(self._watcher)
                 forget_casts()
-        if len(self.calls) < len(self._numbers):
+        if not self._repeated.are_all_seen:
             raise CannotRerunError(
                 "running their modules again made other attention calls"
             )
@@ -415,12 +449,6 @@ def refuse_collective(_ranks: tuple[int, ...], operator: str) -> None:
     )
 
 
-def name_of_call(captured: CapturedCall, names: Mapping[int, str]) -> str:
-    """The name of a call where modules, by id, have other names."""
-    name = names.get(id(captured.frame.module), "")
-    return name_of(dataclasses.replace(captured.frame, name=name), captured.ordinal)
-
-
 def products_of_call(call: Seen) -> Sequence[tuple[Tensor | None, Tensor | None]]:
     """The pairs of q and k whose products add up to the logits of a call."""
     return (
@@ -438,7 +466,7 @@ class LogitReader:
     the call in the model's pass."""
 
     def __init__(self, call: Seen) -> None:
-        t = call.query_shape[1]
+        t = call.scores_shape[2]
 
         def shown(rows: slice) -> int:
             self._rows = rows
@@ -452,18 +480,11 @@ class LogitReader:
 
     @torch.no_grad()
     def __call__(self, call: Seen) -> Tensor:
-        rows, visible = self._rows, None
-        if isinstance(call, ScoresCall):
-            z, dtype = call.logits[:, :, rows], call.logits.dtype
-            z = z.to(wide(dtype))
-            if call.hidden is not None:
-                hidden = call.hidden
-                visible = ~(hidden[:, :, rows] if hidden.shape[2] > 1 else hidden)
-        else:
-            q, k = call.encoded()
-            keys, dtype = slice(0, k.shape[2]), call.q.dtype
-            z = call.scores(q[:, :, rows], k, rows, keys)
-            visible = call.visible(rows, keys)
+        rows, keys = self._rows, slice(0, call.scores_shape[3])
+        dtype = (call.logits if isinstance(call, ScoresCall) else call.q).dtype
+        q, k = call.encoded()
+        z = call.scores(q[:, :, rows], k, rows, keys)
+        visible = call.visible(rows, keys)
         shows = z.isfinite() & (z > torch.finfo(dtype).min / 2)
         return z.masked_fill(
             ~(shows if visible is None else shows & visible), torch.nan

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any, TypeVar, final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
@@ -55,18 +55,16 @@ class AttentionCall:
     v: Values
     params: Params  #: the spec's learned parameters, keyed by name
     causal: bool
-    mask: (
-        Mask | None
-    )  #: a boolean mask (True = visible), or one that is added to the logits
+    #: a boolean mask (True = visible), or one that is added to the logits
+    mask: Mask | None
     pos_q: PosQ
     pos_k: PosK
     plain: bool
     dropout: float = 0.0  #: the probability of dropping an attention weight, in [0, 1)
     query_mask: QueryMask | None = None
     classes: TokenClasses | None = None
-    written_mask: Mask | None = (
-        None  #: the added mask as the program wrote it, where `mask` has -inf for its low numbers
-    )
+    #: the added mask as the program wrote it, where `mask` has -inf for its low numbers
+    written_mask: Mask | None = None
 
     @property
     def query_shape(self) -> tuple[int, int]:
@@ -77,6 +75,12 @@ class AttentionCall:
     def query_device(self) -> torch.device:
         """The device of the queries."""
         return self.q.device
+
+    @property
+    def scores_shape(self) -> tuple[int, int, int, int]:
+        """The sizes b, h, t and s of the logits."""
+        b, h, t, _ = self.q.shape
+        return b, h, t, self.k.shape[2]
 
     @property
     def whole(self) -> bool:
@@ -127,6 +131,36 @@ class AttentionCall:
         return z if bias is None else z + bias.to(z.dtype)
 
     @property
+    def unit(self) -> float | None:
+        """The positive number by which encoded q·k is multiplied to make the logits; None if they are more than that."""
+        factor = self.spec.factor(
+            self.pos_q, self.q.shape[-1], self.params, self.q.dtype
+        )
+        is_number = isinstance(factor, float) and factor > 0
+        is_product = self.spec.position.folds and not self.is_biased
+        return factor if is_number and is_product else None  # type: ignore[return-value]
+
+    def capped_scores(self, z: Logits, rows: slice, keys: slice) -> Logits:
+        """The logits of a block after the cap, from those before it."""
+        return self.spec.cap.apply(z)
+
+    @property
+    def sink(
+        self,
+    ) -> (
+        Float[
+            Tensor,
+            (
+                1  # h 1
+            ),
+        ]
+        | None
+    ):
+        """The logit of each head's sink; None if the softmax has no sink."""
+        sink = self.spec.normalizer.sink_logit(self.params, self.q.device)
+        return None if sink is None else sink[None]
+
+    @property
     def is_biased(self) -> bool:
         """True if something besides q·k may be added to the logits."""
         is_added = self.mask is not None and self.mask.dtype != torch.bool
@@ -145,7 +179,7 @@ class AttentionCall:
 
     def bias(self, rows: slice, keys: slice) -> Mask | None:
         """The additive mask of a block with 0 in place of -inf, or None if there is no additive mask."""
-        block = self._mask_block(rows, keys)
+        block = block_of(self.mask, rows, keys)
         if block is None or block.dtype == torch.bool:
             return None
         # Hidden pairs are told by `visible`; -inf here would make gradients NaN.
@@ -163,7 +197,7 @@ class AttentionCall:
                 :, None
             ].abs() < window
             visible = near if visible is None else visible & near
-        block = self._mask_block(rows, keys)
+        block = block_of(self.mask, rows, keys)
         if block is not None:
             allowed = block if block.dtype == torch.bool else ~_hides(block)
             visible = allowed if visible is None else visible & allowed
@@ -182,13 +216,17 @@ class AttentionCall:
         stop = max(0, min(s, stop))
         return slice(min(max(0, start), stop), stop)
 
-    def _mask_block(self, rows: slice, keys: slice) -> Tensor | None:
-        if self.mask is None:
-            return None
-        # A dimension of size 1 broadcasts and has no blocks.
-        r = rows if self.mask.shape[-2] > 1 else slice(None)
-        c = keys if self.mask.shape[-1] > 1 else slice(None)
-        return self.mask[..., r, c]
+
+def block_of(
+    mask: Shaped[Tensor, "#b #h #t #s"] | None, rows: slice, keys: slice
+) -> Shaped[Tensor, "#b #h #r #n"] | None:
+    """A block of what broadcasts to the logits."""
+    if mask is None:
+        return None
+    # A dimension of size 1 broadcasts and has no blocks.
+    r = rows if mask.shape[-2] > 1 else slice(None)
+    c = keys if mask.shape[-1] > 1 else slice(None)
+    return mask[..., r, c]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -252,7 +290,8 @@ class Visibility:
         )
 
 
-# a frozen dataclass with query_shape, query_device and query_mask.
+# An AttentionCall, or a ScoresCall of qkeel.capture, which has the same methods but knows its logits.
+LogitCall = Any
 CallT = TypeVar("CallT", bound=Any)
 
 

@@ -50,7 +50,13 @@ Factor = Float[Tensor, "*#bht1"]
 
 
 class Scale(Slot):
-    """A factor on q·k: a float, or a tensor that broadcasts to [b h t 1]. It never depends on the key."""
+    """A factor on q·k: a float, or a tensor that broadcasts to [b h t 1]. It never depends on the key.
+
+    To add one, override `factor` and `formula`, and `parameters` if something in it is learned. `kind` names a scale that
+    a kernel or a reader knows; of "other" it is assumed that the factor depends on the position. One that is built on
+    another scale overrides `base` and the two methods that exchange it: `with_base` is asked by QK-norms, which put
+    their own scale in its place, and `with_multiplier` by the lab's models whose heads are wider than their base.
+    """
 
     __slots__ = ()
     kind: ScaleKind = "other"
@@ -190,9 +196,8 @@ class Learned(Scale):
     """
 
     init: float  #: the initial scale, above 0
-    per: Literal["layer", "head"] = (
-        "layer"  #: whether the layer has a single scale, or each head has its own
-    )
+    #: whether the layer has a single scale, or each head has its own
+    per: Literal["layer", "head"] = "layer"
     log: bool = False
     maximum: float | None = None
     kind = "learned"
@@ -369,13 +374,12 @@ CapKind = Literal["none", "softcap", "other"]
 
 
 class Cap(Slot):
-    """A monotone map of the logits."""
+    """A monotone map of the logits. To add one, override `apply` and `formula`."""
 
     __slots__ = ()
     kind: CapKind = "other"
-    limit: float | None = (
-        None  # the c in c·tanh(z/c), or None for the identity, which includes c = infinity
-    )
+    # The c in c·tanh(z/c), or None for the identity, which includes c = infinity
+    limit: float | None = None
 
     @abc.abstractmethod
     def apply(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -433,7 +437,10 @@ NormalizerKind = Literal[
 
 
 class Normalizer(Slot):
-    """Turns logits [b h t s] into weights. `visible` broadcasts to the logits; None means that all keys are visible."""
+    """Turns logits [b h t s] into weights. `visible` broadcasts to the logits; None means that all keys are visible.
+
+    To add one, override `weights` and `formula`, and `parameters` if something in it is learned.
+    """
 
     __slots__ = ()
     kind: NormalizerKind = "other"
@@ -445,6 +452,10 @@ class Normalizer(Slot):
         self, logits: Logits, visible: Visible | None, params: Params
     ) -> Logits:
         """Returns the weights [b h t s], which are 0 where a key is not visible."""
+
+    def sink_logit(self, params: Params, device: torch.device) -> Tensor | None:
+        """Returns the logit of each head's sink [h|1 1], without a gradient; None if there is no sink."""
+        return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -500,6 +511,11 @@ class AttentionSink(Normalizer):
             else torch.tensor(self.init, device=logits.device)
         )
         return F.sink_softmax(logits, sink, visible)
+
+    def sink_logit(self, params: Params, device: torch.device) -> Tensor:
+        if not self.learned:
+            return torch.full((1, 1), self.init, device=device)
+        return params["sink"].detach().flatten()[:, None]
 
     def formula(self) -> str:
         return f"exp(z)/(exp({'s_h' if self.learned else f'{self.init:g}'}) + Σ exp(z))"

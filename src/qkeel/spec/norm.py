@@ -127,9 +127,8 @@ class GainNorm(Norm):
     gain: GainKind = "none"  #: "dim" w [d], "one_plus_dim" 1 + w (Gemma), "head_dim" [h d], "scalar" [], "head" [h]
     eps: float = 1e-6  #: a constant of at least 0
     bias: bool = False  #: whether a bias is added, which requires gain "dim" [d] or "head_dim" [h d]
-    value_gain: GainKind | None = (
-        None  #: the gain of v, if it differs (Gemma 4 normalises v without a gain)
-    )
+    #: the gain of v, if it differs (Gemma 4 normalises v without a gain)
+    value_gain: GainKind | None = None
     shared: bool = False  #: whether q and k share the same gain
 
     symbol = "norm"

@@ -22,6 +22,7 @@ from qkeel.errors import (
     check_known,
 )
 from qkeel.functional import rope as f
+from qkeel.functional.logits import qk_products
 from qkeel.functional.position_biases import xpos_decay
 from qkeel.functional.rope import (
     Pairing,
@@ -198,12 +199,10 @@ class YaRN(Stretch):
 
     factor: float  #: test length / training length, at least 1
     train_length: int  #: the training length in tokens, at least 2
-    fast: float = (
-        32.0  #: pairs with more turns than this in training keep their frequency
-    )
-    slow: float = (
-        1.0  #: pairs with fewer turns than this are interpolated by the full factor
-    )
+    #: pairs with more turns than this in training keep their frequency
+    fast: float = 32.0
+    #: pairs with fewer turns than this are interpolated by the full factor
+    slow: float = 1.0
     ramp: f.Ramp = "code"
     attention_factor: float | None = None
 
@@ -347,17 +346,7 @@ class Position(Slot):
         self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params
     ) -> Logits:
         """The unscaled scores [b h t s] of encoded q and k, where each of the g key heads serves h / g query heads."""
-        b, h, t, d = q.shape
-        g, s = k.shape[1], k.shape[2]
-        if g == h:
-            return q @ k.mT
-        # The queries that share a key head form one matrix, so that keys are not copied for each of them.
-        return (q.reshape(b, g, h // g * t, d) @ k.mT).view(
-            b,
-            h,
-            t,
-            s,
-        )
+        return qk_products(q, k)
 
     @abc.abstractmethod
     def formula(self) -> str:
@@ -392,9 +381,8 @@ class Rope(Position):
 
     base: float = 10_000.0  #: the base of the frequencies base^(-2i/d)
     rotary: float = 1.0  #: the fraction of each head that is rotated, in (0, 1]
-    pairing: Pairing = (
-        "half"  #: which two elements form a rotated pair, see functional.rope.rotate
-    )
+    #: which two elements form a rotated pair, see functional.rope.rotate
+    pairing: Pairing = "half"
     order: Order = "norm_then_rotate"
     stretch: Stretch = dataclasses.field(
         default_factory=NoStretch

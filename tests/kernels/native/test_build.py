@@ -106,6 +106,7 @@ def test_the_compiler_is_given_the_processor_that_the_environment_names(
     [
         ("echo 'x.cpp:1: error: no such header' >&2; exit 1", "no such header"),
         (r"printf 'error: \351tait attendu\n' >&2; exit 1", "error: .tait attendu"),
+        ("printf 'one\\ntwo\\nthree\\n' >&2; exit 1", "failed: three"),
         ("exit 3", "exit code 3"),
         ("exec sleep 300", r"timed out after 0\.2 seconds"),
         ("exec c++ -w -U__clang_major__ -D__GNUC__=11 $@", "expects GCC 12"),

@@ -338,8 +338,8 @@ class Conversion:
 
 # Writing models and checkpoints with q/k norms in an architecture that transformers loads.
 
-# Largest file size in bytes.
-SHARD = 5_000_000_000
+# As transformers splits checkpoints by default.
+SHARD_BYTES = 5_000_000_000
 _ASSUMED = (
     "the checkpoint does not say which norms q and k have: they are taken as RMS norms with eps {:g}, rms_norm_eps of "
     "config.json, as qkeel.retrofit inserts them. qkeel.apply(model, 'qk_norm') inserts them with eps 1e-06: then give "
@@ -523,7 +523,7 @@ def _gains(model: nn.Module, to: str) -> tuple[dict[str, Tensor], float | None]:
 
 
 def _write(folder: Path, conversion: Conversion, loaders: Loaders) -> None:
-    """Writes the converted tensors in files of at most SHARD bytes, their index and the config."""
+    """Writes the converted tensors in files of at most SHARD_BYTES bytes, their index and the config."""
     shards: list[dict[str, int]] = []
     shard: dict[str, Tensor] = {}
 
@@ -541,7 +541,7 @@ def _write(folder: Path, conversion: Conversion, loaders: Loaders) -> None:
     for name, load in loaders.items():
         for new, tensor in conversion.converted(name, load()).items():
             size = sum(x.nbytes for x in shard.values())
-            if shard and size + tensor.nbytes > SHARD:
+            if shard and size + tensor.nbytes > SHARD_BYTES:
                 flush()
             shard[new] = tensor
     flush()

@@ -35,7 +35,7 @@ class RetrofitConfig:
     Attributes:
         iterations: the number of L-BFGS iterations after the least-squares start; 0 keeps the start.
         balance: whether to rescale queries against keys in the weights, which leaves the old model's logits unchanged
-            (see `fit_gains`).
+            (see `balance`).
         eps: the eps of the norm. By default this is rms_norm_eps of the model's config, if present, so that the model
             can be exported.
     """

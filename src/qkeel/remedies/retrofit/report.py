@@ -34,9 +34,8 @@ class RetrofitReport:
 
     naive: Gap  #: with initial gains
     fitted: Gap  #: with fitted gains
-    balanced: (
-        Gap | None
-    )  #: with queries balanced against keys; None if skipped or no help
+    #: with queries balanced against keys; None if skipped or no help
+    balanced: Gap | None
     held_out: str = ""  #: the data that was not fitted, on which the gaps are measured; "" if there was none
 
     @property
