@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NoReturn, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qkeel import distributed as dist
 from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, Seen
@@ -578,17 +578,6 @@ class ModelTrace:
         """The module call that made the first attention call of a site, with its inputs."""
         trace = self.traces[site.name]
         return trace.of_part.calls[trace.name][0].frame
-
-    def inputs_after(
-        self, site: AttentionSite, weights: Mapping[str, Tensor]
-    ) -> dict[nn.Module, tuple[Tensor, Tensor]]:
-        """The first inputs, as they were and with other weights, of the modules that run after the attention of a site;
-        see `PartTrace.inputs_after`."""
-        trace = self.traces[site.name]
-        inputs = trace.of_part.inputs_after(trace.name, weights)
-        return {
-            trace.of_module.original(module): pair for module, pair in inputs.items()
-        }
 
     def operands(self, site: str) -> list[tuple[OperandNorms, OperandNorms]]:
         """The operands of every product of a site's first call that was fully observed; none for a site of another pass."""
