@@ -48,7 +48,6 @@ from qkeel.errors import (
     caution,
 )
 from qkeel.patching.forward import extra_pass
-from qkeel.patching.guards import DeferredError, unguarded
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import modules_of, parameters_in
 from qkeel.patching.torch_state import uncompiled
@@ -62,7 +61,7 @@ from qkeel.sites.module_copy import (
     unnoticed,
 )
 from qkeel.sites.repeated_layers import KnownModule
-from qkeel.sites.search_passes import check_devices, forward, spread, whole_weights
+from qkeel.sites.search_passes import check_devices, forward, whole_weights
 from qkeel.sites.site import (
     AttentionSite,
     HeadSlice,
@@ -708,13 +707,7 @@ class _ObservedPass:
 
     def __init__(self, model: nn.Module, search: SiteSearch) -> None:
         self._model, self._search = model, search
-        self.watcher = CaptureMode(
-            model,
-            self._note,
-            # While other processes take part, an error is raised only after the pass.
-            guard=DeferredError() if spread(model) else unguarded,
-            search=self._find,
-        )
+        self.watcher = CaptureMode(model, self._note, search=self._find)
         self.order: dict[str, AttentionSite] = {}
         self._visible: dict[str, VisiblePattern] = {}
         self._unclear: dict[str, str] = {}
@@ -735,7 +728,6 @@ class _ObservedPass:
                 copied(args),
                 copied(kwargs),
                 graph=False,
-                guard=self.watcher.guard,
             )
         except dist.ApartError:
             raise
