@@ -79,17 +79,20 @@ def hold_hooks_back(
     for table, key in held:
         undo.callback(_put_back, table, key, table[key])
         table[key] = idle
-    for table in () if runs_gradient_hooks else gradient_hooks(modules):
-        undo.callback(_put_all_back, table, dict(table))
-        table.clear()
+    if not runs_gradient_hooks:
+        with_gradients = [(table, dict(table)) for table in gradient_hooks(modules)]
+        undo.callback(_put_all_back, with_gradients)
+        for table, _ in with_gradients:
+            table.clear()
     return functions
 
 
-def _put_all_back(table: Hooks, hooks: Hooks) -> None:
-    # The pass may have added some.
-    hooks |= table
-    table.clear()
-    table.update(hooks)
+def _put_all_back(hooks_of_tables: list[tuple[Hooks, Hooks]]) -> None:
+    for table, hooks in hooks_of_tables:
+        # The pass may have added some.
+        hooks |= table
+        table.clear()
+        table.update(hooks)
 
 
 @final
