@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NoReturn, final
 
@@ -583,13 +583,10 @@ class ModelTrace:
         trace = self.traces.get(site)
         return [] if trace is None else trace.of_part.operands(trace.name)
 
-    def value_slices(
-        self, of: Container[str] | None = None
-    ) -> dict[str, tuple[HeadSlice, ...] | str]:
-        """The last weights on the path of each site's values [b g s d], or the reason why they are unknown, keyed by
-        site. of: the parameters whose rows are looked for; by default all."""
+    def value_slices(self) -> dict[str, tuple[HeadSlice, ...] | str]:
+        """The last weights on the path of each site's values [b g s d], or the reason why they are unknown, by site."""
         return {
-            name: trace.of_part.value_slices(trace.name, of)
+            name: trace.of_part.value_slices(trace.name)
             for name, trace in self.traces.items()
         }
 
