@@ -1,4 +1,14 @@
-"""AUDIT: reads a checkpoint head by head without running it, and explains a model's attention by experiment."""
+"""AUDIT: reads a checkpoint head by head without running it, and explains a model's attention by experiment.
+
+The files by command:
+
+    check                is it healthy? Of a model in one pass (one_pass): visibility, config_differences, saturation,
+                         output_gates; with sees=: sees, contracts
+    scan                 what logits do a checkpoint's weights allow? checkpoint_config: its sizes; checkpoint_heads: the
+                         rows of each head; logit_bounds: the bounds
+    explain              what does each layer compute? norm_evidence: its norms and rotations; recipes: the answer
+    maps                 attention_maps
+"""
 
 from qkeel.audit.check import check
 from qkeel.audit.checkpoint_config import Geometry

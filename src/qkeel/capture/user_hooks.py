@@ -272,7 +272,7 @@ def _is_of(packages: Collection[str], hook: object) -> bool:
     if not isinstance(
         hook, (types.FunctionType, types.MethodType, functools.partial, type)
     ):
-        # An object that can be called.
+        # An instance with __call__: where its class was defined tells whose it is.
         hook = type(hook)
     home = getattr(_function_of(hook), "__module__", None) or ""
     package = home.partition(".")[0]

@@ -25,8 +25,6 @@ from qkeel.patching.optimizers import (
 )
 from qkeel.sites.module_copy import COPY_MARK
 
-# Finds the models that a program trains, from the optimizers that appear in it.
-
 # The share of an optimizer's parameters that a model must hold to be watched beside a
 # larger model.
 LEAST_SHARE = 0.1

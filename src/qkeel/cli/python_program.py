@@ -20,8 +20,6 @@ from qkeel.cli.commands import FAILED, INTERRUPTED, OK
 from qkeel.errors import DataError, InvalidValueError
 from qkeel.records.disk import read_file
 
-# A Python program run in this process as `python` would run it: arguments, paths, exit code, traceback.
-
 EXAMPLE = "qkeel watch -- python train.py"
 TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 

@@ -26,8 +26,6 @@ from qkeel.patching.forward import unwrapped
 from qkeel.remedies.apply import AtNextPass
 from qkeel.remedies.apply import parse as parse_remedies
 
-# The models of a training script, each recorded in a separate run directory.
-
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,8 @@
-"""The monitor of a training run, and what it does at the end of each step and of the run."""
+"""The monitor of a training run, and what it does at the end of each step and of the run.
+
+`sites.tap` measures the attention calls of a pass, which `capture.intercept` sees; the hooks around a step are in
+`patching.optimizers`.
+"""
 
 from __future__ import annotations
 

@@ -188,8 +188,8 @@ class ForwardPasses(Handle):
         )
 
     def _unhook(self) -> None:
-        # A running pass still needs the hook at its end, which then removes all hooks.
         self._end_abandoned()
+        # A running pass still needs the hook at its end, which then removes all hooks.
         if not self._depth:
             for hook in self._hooks:
                 hook.remove()
