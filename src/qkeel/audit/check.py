@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from qkeel.audit.allowed_inputs import Contract
 from qkeel.audit.checkpoint_config import Geometry
 from qkeel.audit.config_differences import call_differences
-from qkeel.audit.contracts import Contract
 from qkeel.audit.output_gates import GateMode, shut_gates
 from qkeel.audit.saturation import least_gradient, saturation_line
 from qkeel.audit.scan import Scan, ScanProgress, outlier_heads, scan

@@ -5,6 +5,9 @@ any function mode is active. The results are then those of `torch.backends.mha.s
 differ from the results of the fast path only by rounding; training never takes the fast path. Observing the attention
 matters more here than the last bits of the results in evaluation, because the fast path is a single opaque operator. A
 Tap observes such models in an extra pass, so that the model's own passes keep the fast path.
+
+A torch function mode does it here; `named_attention` replaces F.scaled_dot_product_attention under its name, where no mode is
+needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Runs a Python program in this process as `python` would: arguments, paths, exit code, traceback."""
+"""Runs a Python program in this process as `python` would: arguments, paths, exit code, traceback.
+
+`watch` puts `model_finder` and `watch_session` around it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Per-head statistics of attention logits, computed block by block over query rows.
+"""Per-head statistics from the logits of a block of rows, and how those of blocks merge: the formulas. `kernels.statistics`
+makes the logits from q and k, block by block.
 
 Shapes: b batch, t queries, s keys, h query heads, g key heads, c classes, r rows of a block, n keys of a block.
 """

@@ -5,7 +5,7 @@ The files from a plan to the tables:
     config               a run's configuration; studies: what each study varies, and its command's options
     plan, tuning         the runs of a study; learning rates that are chosen beforehand. study_file: study.json
     execute              runs a plan, the runs that are left and those that failed; executors: joblib, Ray, Dask, Slurm;
-                         claims: which process trains a run
+                         run_claims: which process trains a run
     train                one run's loop; build_run: its model, optimizer and remedies; muon: one of its optimizers
     tasks                what is learned: text, second_language, images
     run_record           what a run records, and where; checkpoint: its state, from which it resumes

@@ -1,4 +1,5 @@
-"""Scalars of runs: learning-rate sensitivity, collapse, spikes, errors of logits."""
+"""Scalars of runs: learning-rate sensitivity, collapse, spikes, errors of logits; the thresholds that logits and entropies are
+judged by."""
 
 from __future__ import annotations
 
