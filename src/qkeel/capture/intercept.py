@@ -323,7 +323,7 @@ class CaptureMode(CallObserver):
         if self._only_in is not None:
             sought = [watch for _, watch in self._only_in.values()]
         # Calls that are read by their name alone leave nothing that waits for the end of their module.
-        most = max(sought, default=Watch.NAME)
+        most = max([Watch.NAME, *sought])
         if not self._knows_name or most > Watch.NAME:
             self.stack.ended = self._module_ended
         around.enter_context(observed_by(self, exchanges=most >= Watch.EXCHANGED))

@@ -101,28 +101,6 @@ class FaultGuard:
             self(act)
 
 
-@final
-class DeferredError:
-    """A guard that keeps the first exception until `settle`, so that the caller can continue.
-
-    It is used where other processes wait for the caller."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-
-    def __call__(self, act: Callable[..., T], *args: object) -> T | None:
-        try:
-            return act(*args)
-        except Exception as error:
-            self.error = self.error or error
-            return None
-
-    def settle(self) -> None:
-        """Raises the kept exception, if any."""
-        if self.error is not None:
-            raise self.error
-
-
 # A hook that does nothing, and that Python itself has, so that copies and pickles of a model load without qkeel.
 idle: Callable[..., None] = nullcontext().__exit__
 
