@@ -5,6 +5,9 @@ any function mode is active. The results are then those of `torch.backends.mha.s
 differ from the results of the fast path only by rounding; training never takes the fast path. Observing the attention
 matters more here than the last bits of the results in evaluation, because the fast path is a single opaque operator. A
 Tap observes such models in an extra pass, so that the model's own passes keep the fast path.
+
+A torch function mode does it here; `named_attention` replaces F.scaled_dot_product_attention under its name, where no mode is
+needed.
 """
 
 from __future__ import annotations
@@ -320,7 +323,7 @@ class CaptureMode(CallObserver):
         if self._only_in is not None:
             sought = [watch for _, watch in self._only_in.values()]
         # Calls that are read by their name alone leave nothing that waits for the end of their module.
-        most = max(sought, default=Watch.NAME)
+        most = max([Watch.NAME, *sought])
         if not self._knows_name or most > Watch.NAME:
             self.stack.ended = self._module_ended
         around.enter_context(observed_by(self, exchanges=most >= Watch.EXCHANGED))

@@ -104,8 +104,9 @@ class ModelFinder(Handle):
             elif not self._steps[optimizer] and self._replaces(optimizer, watches[0]):
                 # An optimizer that is made after steps of the first one begins a new phase of training, and one that
                 # another makes of its own groups, as SAM does, takes the steps.
-                watches[0].end(self._end)
-                self._watches.remove(watches[0])
+                for watch in watches:
+                    watch.end(self._end)
+                    self._watches.remove(watch)
                 self._begin(chain, optimizer)
             elif watches[0].optimizer() is not optimizer:
                 model, monitor = watches[0].model, watches[0].monitor()

@@ -1,4 +1,4 @@
-"""Commands about training: `qkeel run` and the studies."""
+"""Commands about training: `qkeel run`, `demo` and the studies, and the page of a study while it runs."""
 
 from __future__ import annotations
 

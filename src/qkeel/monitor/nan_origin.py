@@ -116,7 +116,7 @@ class NanOrigin(Handle):
         optimizers: Sequence[torch.optim.Optimizer],
         report: Callable[[str], None],
     ) -> None:
-        self.guard = FaultGuard(_OFF)
+        self.guard = FaultGuard(_OFF, forks=False)
         self._report = report
         self._passes: collections.deque[KeptPass] = collections.deque(maxlen=PASSES)
         self._running: KeptPass | None = None
