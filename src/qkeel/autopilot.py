@@ -663,7 +663,7 @@ class Autopilot(Handle):
         # Measured before a checkpoint; the decision is made after it
         self._carried: Sample | None = None
         self._scheduled = Handle(lambda: None)
-        self._guard = FaultGuard(_OFF, self._stop)
+        self._guard = FaultGuard(_OFF, self._stop, forks=False)
         self._stopped = False
         self._has_warned_of_open_step = False
         self._hooks = StepHooks(

@@ -78,6 +78,7 @@ OTHERWISE = {
     ("report", "output", "a loop of links"): 0,  # and so is a loop
     ("report", "output", "a file that nobody may read"): 0,  # and so is such a file
     ("watch", "out", "a file in a folder that is gone"): 2,  # and so is the script
+    ("watch", "out", "a name that is too long"): 2,  # before it trains
     (
         "watch",
         "script",

@@ -238,7 +238,7 @@ REASONS = [
     ("torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)", "no nn.Module was found"),
     (
         "net = Net(); torch.optim.SGD(net.parameters(), lr=1)",
-        "the script ended before Net was called",
+        "Net was not called in this process",
     ),
     (
         "net = Net(); o = torch.optim.SGD(net.parameters(), lr=1); net(batch(0)).sum().backward()",
@@ -263,6 +263,34 @@ def test_where_nothing_is_measured_the_reason_is_said(text, reason, tmp_path, he
     assert err.splitlines()[-1].startswith("qkeel: nothing was measured: ")
     assert reason in err
     assert not (tmp_path / "qkeel-runs").exists()
+
+
+@pytest.mark.parametrize("text", [text for text, _ in REASONS[:3]])
+def test_a_remedy_that_was_applied_to_nothing_is_said(text, tmp_path, here):
+    script(tmp_path, text)
+    code, _, err = here("--apply", "qk_clip", "--", "python", "train.py")
+    assert code == 0
+    assert (
+        "nothing was measured, and qk_clip was applied to nothing in this process: "
+        in err
+    )
+
+
+def test_variables_that_the_script_sets_too_late_are_said(tmp_path, here, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCH_HOME"):
+        monkeypatch.setenv(name, "0")
+    late = """
+import os
+os.environ.update(OMP_NUM_THREADS="77", TORCH_HOME="x", TORCHINDUCTOR_MAX_AUTOTUNE="0")
+net = Net()
+train(net, torch.optim.SGD(net.parameters(), lr=0.1))
+train(net, torch.optim.SGD(net.parameters(), lr=0.1))
+"""
+    script(tmp_path, late)
+    code, _, err = here("--", "python", "train.py")
+    assert code == 0
+    assert err.count("qkeel: OMP_NUM_THREADS, which the script sets, is without") == 1
+    assert "in the command: OMP_NUM_THREADS=77 qkeel watch -- python train.py" in err
 
 
 def test_a_script_that_fails_keeps_what_was_measured_and_is_not_complete(
@@ -312,6 +340,55 @@ def test_what_a_remedy_added_and_a_later_optimizer_does_not_train_is_named(
     assert code == 0
     assert err.count("the new SGD does not train ") == 1
     assert "which --apply added: these parameters stay unchanged" in err
+
+
+AROUND = """
+class Scored(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.score = net, nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.score(self.net(x))
+
+def top(net):
+    y = net.embed(batch(0))
+    q, k, _ = (z.unflatten(-1, (2, 8)).transpose(1, 2) for z in net.layers[0].qkv(y).chunk(3, -1))
+    return (q @ k.mT / 8**0.5).tril().max().item()
+
+net = Net(1)
+for phase in PHASES:
+    if phase == "outer":
+        scored = Scored(net)
+    model = scored if phase == "outer" else net
+    with torch.no_grad():
+        net.layers[0].qkv.weight.mul_(20)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.0), 2)
+    print(top(net))
+"""
+
+
+def around(folder, *phases):
+    alike = "batch = lambda _: torch.arange(8)[None]"
+    script(folder, alike + AROUND.replace("PHASES", str(phases)))
+
+
+@pytest.mark.parametrize("remedy", ["qk_clip:threshold=0.5", "softcap:cap=0.5"])
+def test_a_remedy_goes_with_the_model_into_a_larger_one(remedy, tmp_path, here):
+    around(tmp_path, "inner", "outer")
+    code, out, err = here("--apply", remedy, "--", "python", "train.py")
+    assert code == 0, err
+    is_clip = remedy.startswith("qk_clip")
+    assert all(is_clip is (float(line) < 0.51) for line in out.split())
+    assert err.count(f"{remedy} stays where it was put into Net") == (not is_clip)
+
+
+def test_a_part_of_a_model_that_is_trained_again_is_watched_again(tmp_path, here):
+    around(tmp_path, "inner", "outer", "inner", "outer")
+    code, _, err = here("--every", "1", "--", "python", "train.py")
+    assert code == 0, err
+    assert "stopped looking" not in err
+    assert err.count("qkeel: watching 1 attention layer of ") == 4
 
 
 CHILD = """

@@ -228,6 +228,8 @@ class Closed:
 
     def close(self, *, complete): ...
 
+    def leave(self, program): ...
+
 
 def test_ctrl_c_reaches_the_script_and_what_was_recorded_stays(tmp_path):
     train = """

@@ -311,7 +311,8 @@ def test_compiled_before_or_after_the_same_weights_come_out(
     results = []
     for when in ("never", "before", "after"):
         torch.compiler.reset()
-        model = model_for(name, kind)
+        # AdamW makes steps of rounding where a gradient is 0 but for it; in float32 these are as large as others.
+        model = model_for(name, kind).double()
         optimizer = adamw(model)
         run: Any = (
             torch.compile(model, backend="aot_eager") if when == "before" else model
@@ -323,7 +324,7 @@ def test_compiled_before_or_after_the_same_weights_come_out(
     if name != "dropout":  # compiled code draws other random numbers
         for other in results[1:]:
             assert all(
-                torch.allclose(a, b, atol=1e-4)
+                torch.allclose(a, b, rtol=0, atol=1e-9)
                 for a, b in zip(results[0], other, strict=True)
             )
 

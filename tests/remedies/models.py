@@ -6,7 +6,7 @@ from torch import nn
 
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig
 from qkeel.nn.mla import LatentSizes
-from qkeel.patching.roles import tensors_within
+from qkeel.patching.held_objects import tensors_within
 
 VOCAB, D_MODEL = 13, 16
 

@@ -139,6 +139,9 @@ def outcome(seed, remedy=""):
 
     model, optimizers = made(0, kind, scale, speed)
     handle = applied(model, optimizers)
+    # As Accelerate does before a training begins.
+    for optimizer in optimizers:
+        optimizer.load_state_dict(optimizer.state_dict())
     if told := passes(model, optimizers, range(stop), n):
         return f"{title}: told at first: {told}"
     stored = io.BytesIO()

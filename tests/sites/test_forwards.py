@@ -1,7 +1,5 @@
 """Forward passes are seen from outside: eager, compiled in every way people compile, copied, pickled, checkpointed."""
 
-import os
-
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -155,13 +153,3 @@ def test_a_model_that_calls_itself_is_one_pass():
     log = Log(model)
     model(X())
     assert len(log.compiled) == log.ended == 1
-
-
-def test_a_forked_process_is_not_watched():
-    model = Net()
-    log = Log(model)
-    child = os.fork()
-    if child == 0:
-        model(X())
-        os._exit(len(log.compiled))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

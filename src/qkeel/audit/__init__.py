@@ -1,9 +1,19 @@
-"""AUDIT: reads a checkpoint head by head without running it, and explains a model's attention by experiment."""
+"""AUDIT: reads a checkpoint head by head without running it, and explains a model's attention by experiment.
 
+The files by command:
+
+    check                is it healthy? Of a model in one pass (one_pass): visibility, config_differences, saturation,
+                         output_gates; with sees=: sees, allowed_inputs
+    scan                 what logits do a checkpoint's weights allow? checkpoint_config: its sizes; checkpoint_heads: the
+                         rows of each head; logit_bounds: the bounds
+    explain              what does each layer compute? norm_evidence: its norms and rotations; recipes: the answer
+    maps                 attention_maps
+"""
+
+from qkeel.audit.allowed_inputs import Documents, Window
 from qkeel.audit.check import check
 from qkeel.audit.checkpoint_config import Geometry
 from qkeel.audit.checkpoint_heads import Unknown
-from qkeel.audit.contracts import Documents, Window
 from qkeel.audit.explain import explain
 from qkeel.audit.logit_bounds import SiteReport
 from qkeel.audit.maps import AttentionMaps, attention_maps

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from qkeel.audit.allowed_inputs import Contract
 from qkeel.audit.checkpoint_config import Geometry
 from qkeel.audit.config_differences import call_differences
-from qkeel.audit.contracts import Contract
 from qkeel.audit.output_gates import GateMode, shut_gates
 from qkeel.audit.saturation import least_gradient, saturation_line
 from qkeel.audit.scan import Scan, ScanProgress, outlier_heads, scan
@@ -31,8 +31,8 @@ from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged
 from qkeel.metrics.verdict import judged_as, judged_logits
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.guards import FaultGuard
+from qkeel.patching.held_objects import tensors_within
 from qkeel.patching.modes import push_mode, take_off
-from qkeel.patching.roles import tensors_within
 from qkeel.records import RunDirectory
 from qkeel.sites.find import found_sites, site_label
 from qkeel.sites.logit_sample import LogitSample

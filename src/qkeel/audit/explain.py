@@ -1,4 +1,7 @@
-"""Explains which norm, rotation, scale, cap and mask each attention layer applies, from one traced pass."""
+"""Explains which norm, rotation, scale, cap and mask each attention layer applies, from one traced pass.
+
+The command `qkeel explain`, which explains a preset, a remedy or a recorded number, is in `cli.report`.
+"""
 
 from __future__ import annotations
 

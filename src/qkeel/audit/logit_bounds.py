@@ -132,9 +132,9 @@ def measure(
         return tuple(torch.where(finite, column.expand(heads), math.nan).tolist())
 
     def largest(
-        norms: Mapping[Slice, Tensor], streams: tuple[StreamWeights, ...]
+        norms: Mapping[Slice, Tensor], sides: tuple[StreamWeights, ...]
     ) -> tuple[float, ...]:
-        return per_head(torch.stack([norms[side.weight] for side in streams]).amax(0))
+        return per_head(torch.stack([norms[side.weight] for side in sides]).amax(0))
 
     notes = [*plan.notes, note if not plan.notes or "MLA" in note else ""]
     notes.append("" if finite.all() else "some weights are NaN or infinite")

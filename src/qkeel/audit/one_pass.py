@@ -18,8 +18,8 @@ from qkeel.capture.example import copied
 from qkeel.capture.intercept import CapturedCall
 from qkeel.patching.autograd import base_of, inputs_of, variable_of
 from qkeel.patching.forward import extra_pass
+from qkeel.patching.held_objects import tensors_within
 from qkeel.patching.modes import function_name
-from qkeel.patching.roles import tensors_within
 from qkeel.sites import AttentionSite, HeadSlice
 from qkeel.sites.search_passes import forward, spread
 from qkeel.sites.site_search import call_observer

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from qkeel.audit.contracts import Contract, Documents, Window
+from qkeel.audit.allowed_inputs import Contract, Documents, Window
 from qkeel.audit.visibility import config_says, named_arguments, read_visibility
 from qkeel.capture.example import (
     ForwardArguments,

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from qkeel.audit.contracts import Documents
+from qkeel.audit.allowed_inputs import Documents
 from qkeel.audit.saturation import LargestWeights
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import arguments, tensors

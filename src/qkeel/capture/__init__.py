@@ -3,8 +3,8 @@
 The files from the call to what is known of it:
 
     intercept            CaptureMode, which reports the attention calls of a pass
-    readers, named_attention, logsumexp
-                         fused functions: their arguments, SDPA by its name, the logsumexp that a kernel hands out
+    named_attention      replaces F.scaled_dot_product_attention under its name, so that most passes need no mode
+    readers, logsumexp   fused functions: their arguments, and the logsumexp that a kernel hands out
     hand_written         attention written by hand: tags follow scores to the softmax and the values; products: q and k
                          behind them; score_calls: the call that results
     described            sites that are described by hand

@@ -493,7 +493,7 @@ class ScoresCall:
     params: Params | None = None
     bias: Float[Tensor, "#b #h #t #s"] | None = None
 
-    # What else an AttentionCall may have: keys hidden by position, and logits that are one product times a number.
+    # Never there. An AttentionCall may have them, and what takes either kind reads them without asking which it is.
     causal: ClassVar[bool] = False
     window: ClassVar[None] = None
     unit: ClassVar[None] = None

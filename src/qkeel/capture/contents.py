@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import collections
 import copy
-import enum
 import functools
 import operator
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -18,69 +15,12 @@ from torch import Tensor, nn
 
 from qkeel.errors import caution
 from qkeel.patching.autograd import version_of
+from qkeel.patching.held_objects import CONTAINERS, Kind, kind_of, reachable
 
-# Arguments may hold a whole data set or a long cache: 16 MB of float32 are copied at most.
-_MOST_OBJECTS, _MOST_NUMBERS = 10_000, 1 << 22
+# A long cache of keys: 16 MB of float32 are copied at most.
+_MOST_NUMBERS = 1 << 22
 # A gigabyte of float32: less than the gradients and the optimizer's state of the same weights take later on.
 _MOST_WEIGHTS = 1 << 28
-_LISTS = (list, set, collections.deque)
-_DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
-CONTAINERS = (*_LISTS, *_DICTS)
-# What holds nothing that a pass can change; to look its type up is several times as fast as `isinstance`.
-CONSTANTS = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
-_WITHOUT_CONTENTS = (nn.Module, type, FunctionType, ModuleType, str, int, float)
-_NUMPYS_STREAMS = (np.random.Generator, np.random.RandomState)
-_LEAVES = (
-    *(Tensor, np.ndarray, torch.Generator, random.Random),
-    *_NUMPYS_STREAMS,
-)
-
-
-class _Kind(enum.Enum):
-    """What objects of a class hold."""
-
-    NOTHING = enum.auto()
-    LEAF = enum.auto()
-    COLLECTION = enum.auto()
-    ATTRIBUTES = enum.auto()
-
-
-@functools.lru_cache(maxsize=4096)
-def _kind_of(kind: type) -> _Kind:
-    """What objects of a class hold, asked once for each class: a search meets thousands of objects."""
-    if kind in CONSTANTS or issubclass(kind, _WITHOUT_CONTENTS):
-        return _Kind.NOTHING
-    if issubclass(kind, _LEAVES):
-        return _Kind.LEAF
-    is_collection = issubclass(kind, (tuple, Mapping, *_LISTS))
-    return _Kind.COLLECTION if is_collection else _Kind.ATTRIBUTES
-
-
-def reachable(
-    values: object, owns: Callable[[object], bool] = lambda _: True
-) -> Iterator[Any]:
-    """Yields the objects among some values: those in lists, dicts, sets and tuples, and in the attributes of objects
-    for which `owns` is true. Modules, classes, functions and containers of many objects are left out."""
-    visited: dict[int, Any] = {}
-    waiting: list[Any] = [values]
-    while waiting and len(visited) < _MOST_OBJECTS:
-        x = waiting.pop()
-        kind = _kind_of(type(x))
-        if kind is _Kind.NOTHING or id(x) in visited:
-            continue
-        # Kept, since a view of a mapping's values may be made anew under the same id.
-        visited[id(x)] = x
-        if kind is _Kind.COLLECTION:
-            if len(x) > _MOST_OBJECTS:
-                continue
-            yield x
-            waiting += x.values() if isinstance(x, Mapping) else x
-            continue
-        yield x
-        if kind is _Kind.ATTRIBUTES:
-            attributes = getattr(x, "__dict__", None)
-            if isinstance(attributes, dict) and owns(x):
-                waiting += attributes.values()
 
 
 class ObjectContents:
@@ -111,11 +51,11 @@ class ObjectContents:
                 if tensors and x.dtype != object and x.size <= room:
                     self._restores.append(functools.partial(np.copyto, x, x.copy()))
                     room -= x.size
-            elif _kind_of(type(x)) is _Kind.LEAF:
+            elif kind_of(type(x)) is Kind.LEAF:
                 self._restores.append(_stream(x))
             elif type(x) in CONTAINERS:
                 self._contents.append((x, copy.copy(x)))
-            elif _kind_of(type(x)) is _Kind.ATTRIBUTES:
+            elif kind_of(type(x)) is Kind.ATTRIBUTES:
                 attributes = getattr(x, "__dict__", None)
                 if isinstance(attributes, dict) and owns(x):
                     self._contents.append((attributes, dict(attributes)))

@@ -26,12 +26,12 @@ from qkeel.capture.contents import (
     is_same,
     keep_parameters,
     keep_values,
-    reachable,
 )
 from qkeel.capture.random_streams import RandomStreams
-from qkeel.capture.user_hooks import OutsideStores, hooks_held_back, is_of_library
+from qkeel.capture.user_hooks import OutsideStores, hold_hooks_back, is_of_library
 from qkeel.errors import InvalidTypeError
 from qkeel.patching.guards import Guarded, in_this_thread, unguarded
+from qkeel.patching.held_objects import reachable
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import (
     TABLES,
@@ -386,27 +386,33 @@ def undisturbed(
     runs_gradient_hooks: bool = False,
 ) -> Iterator[Undo]:
     """A context that restores what a forward pass changes (see `restored`), and in which the user's hooks that return
-    nothing don't run, nor those on gradients (see `hooks_held_back`).
+    nothing don't run, nor those on gradients (see `hold_hooks_back`).
 
     The context yields a function that restores this state, for use between two passes.
     """
-    with (
-        hooks_held_back(model, runs_gradient_hooks=runs_gradient_hooks),
-        restored(model, weights=weights, modules=modules) as undo,
-    ):
-        yield undo
+    tree = [*modules_of(model).values()]
+    with ExitStack() as undo:
+        functions = hold_hooks_back(tree, undo, runs_gradient_hooks=runs_gradient_hooks)
+        yield undo.enter_context(
+            restored(tree, functions, weights=weights, modules=modules)
+        )
 
 
 @contextmanager
 def restored(
-    model: nn.Module, *, weights: bool = True, modules: bool = True
+    tree: Sequence[nn.Module],
+    functions: Sequence[Callable[..., Any]] = (),
+    *,
+    weights: bool = True,
+    modules: bool = True,
 ) -> Iterator[Undo]:
-    """A context that restores random generators, and a model's parameters, buffers, attributes and requires_grad flags,
-    and what its attributes hold. It yields a function that does so between two passes.
+    """A context that restores random generators, and the parameters, buffers, attributes and requires_grad flags of
+    modules, and what their attributes hold. It yields a function that does so between two passes.
 
+    functions: others whose stores are restored: lists, dicts, sets, attributes and counters that they reach through
+        closures, globals and objects.
     weights: False leaves the parameters as they are at the end, for weights that are fitted in the context.
     modules: False leaves the buffers and attributes, for a copy that is not used again."""
-    tree = [*modules_of(model).values()]
     parameters = parameters_in(tree)
     streams = RandomStreams(parameters)
     # Those that every module has, such as hooks and parameters, which sharded models exchange in a pass.
@@ -423,12 +429,12 @@ def restored(
         ]
         kinds = {type(module) for module in tree if not is_of_library(type(module))}
         # Not those of objects of libraries: a trainer that a model refers to has threads of its own.
-        functions = [
+        callbacks = [
             x
             for x in attributes
             if isinstance(x, types.FunctionType) and not is_of_library(x)
         ]
-        kept.append(OutsideStores(functions, attributes).restore)
+        kept.append(OutsideStores([*functions, *callbacks], attributes).restore)
         kept += map(_keep_class_attributes, kinds)
         if weights:
             kept.append(keep_parameters(parameters))

@@ -20,6 +20,7 @@ q·k·scale computed again, because a scale or a bias may be applied anywhere.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence, Set
 
 import torch
@@ -388,28 +389,15 @@ class EagerAttentionTracer:
         products = scores[0].products
         if len(scores) > 1:
             products = (products[0].unknown(),)
-        masks, biases, starts, columns = [], [], [], 0
-        for x, tag in zip(parts, tags):
-            if isinstance(tag, Scores):
-                starts += [columns, columns + x.shape[-1]]
-            columns += x.shape[-1]
-            mask = x.new_zeros(x.shape, dtype=torch.bool)
-            if isinstance(tag, Scores) and tag.hidden is not None:
-                mask = tag.hidden.expand_as(x)
-            masks.append(mask)
-            bias = x.new_zeros(x.shape)
-            if isinstance(tag, Scores) and tag.bias is not None:
-                bias = tag.bias.expand_as(x)
-            biases.append(bias)
-        is_masked = any(tag.hidden is not None for tag in scores)
-        is_biased = any(tag.bias is not None for tag in scores)
+        ends = list(itertools.accumulate([x.shape[-1] for x in parts], initial=0))
+        at = [i for i, tag in enumerate(tags) if isinstance(tag, Scores)]
         return dataclasses.replace(
             scores[0],
             products=products,
             lost=tuple(dict.fromkeys(reason for tag in scores for reason in tag.lost)),
-            hidden=torch.cat(masks, -1) if is_masked else None,
-            bias=torch.cat(biases, -1) if is_biased else None,
-            keys=(starts[0], starts[-1]),
+            hidden=_joined_beside(parts, tags, "hidden", torch.bool),
+            bias=_joined_beside(parts, tags, "bias", parts[at[0]].dtype),
+            keys=(ends[at[0]], ends[at[-1] + 1]),
         )
 
     def _normalise(
@@ -667,6 +655,20 @@ def _beyond(operation: str) -> str:
         "topk": "a selection of the largest",
     }
     return f"its scores could not be followed beyond {words.get(operation, operation)}"
+
+
+def _joined_beside(
+    parts: Sequence[Tensor], tags: Sequence[object], name: str, dtype: torch.dtype
+) -> Tensor | None:
+    """What goes with scores that are joined, such as their masks, with zeros for other columns; None if none has any."""
+    values = [getattr(tag, name, None) for tag in tags]
+    if not any(value is not None for value in values):
+        return None
+    columns = [
+        x.new_zeros(x.shape, dtype=dtype) if value is None else value.expand_as(x)
+        for x, value in zip(parts, values)
+    ]
+    return torch.cat(columns, -1)
 
 
 def products_of(tag: Scores | Lost) -> set[tuple[int, int]]:

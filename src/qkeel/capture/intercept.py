@@ -5,6 +5,9 @@ any function mode is active. The results are then those of `torch.backends.mha.s
 differ from the results of the fast path only by rounding; training never takes the fast path. Observing the attention
 matters more here than the last bits of the results in evaluation, because the fast path is a single opaque operator. A
 Tap observes such models in an extra pass, so that the model's own passes keep the fast path.
+
+A torch function mode does it here; `named_attention` replaces F.scaled_dot_product_attention under its name, where no mode is
+needed.
 """
 
 from __future__ import annotations
@@ -64,9 +67,9 @@ from qkeel.capture.user_hooks import (
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows
 from qkeel.nn import functional_attention
-from qkeel.nn.attention import SpecModule
+from qkeel.nn.attention import Observer, RowObserver, SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_rows
-from qkeel.patching.guards import Guarded, unguarded
+from qkeel.patching.guards import Guarded, in_this_thread, unguarded
 from qkeel.patching.modes import (
     ASKED,
     Args,
@@ -78,6 +81,7 @@ from qkeel.patching.modes import (
 )
 from qkeel.patching.module_tables import modules_of, put_hooks, remove_hooks
 from qkeel.patching.torch_state import in_vmap, running_frames, transformed_now
+from qkeel.spec import AttentionCall
 
 
 class Search(Protocol):
@@ -124,7 +128,8 @@ class CapturedCall:
     Args:
         frame: the module call that made the attention call.
         ordinal: the index of this call among the attention calls of that module call.
-        how: the function in which it was observed, or "softmax" for hand-written attention.
+        how: the function in which it was observed, "softmax" for hand-written attention, or "module" for one of qkeel's
+            modules.
         call: the call as it was read.
         layout: the dimensions of its scores in the module, if they are not [b h t s] by contract.
         added: in a probe, the products whose sum is the additive mask of a fused function.
@@ -179,7 +184,8 @@ class CaptureMode(CallObserver):
         known: what is known of the model's sites. Those that are described are read according to their descriptions;
             nothing else is reported inside them.
         guard: the function through which every method here, and `report`, is called while the model runs.
-        only_in: the modules in which to look for attention; if None, the full pass is observed.
+        own: qkeel's own modules whose calls are reported too, with their names; the others' are left to their observers.
+        only_in: the modules in which to look for other attention; if None, the full pass is observed.
         search: called with the call of a module that is about to make an attention call, before the attention call is
             read.
     """
@@ -187,12 +193,13 @@ class CaptureMode(CallObserver):
     def __init__(
         self,
         model: nn.Module,
-        report: Callable[[CapturedCall], None],
+        report: Callable[[CapturedCall], object],
         *,
         by_graph: LayoutReader | None = None,
         rows: bool = False,
         known: KnownSites | None = None,
         guard: Guarded = unguarded,
+        own: Sequence[tuple[str, nn.Module]] = (),
         only_in: Places | None = None,
         search: Search | None = None,
     ) -> None:
@@ -230,7 +237,7 @@ class CaptureMode(CallObserver):
         self.unread: list[UnrecognizedAttention] = []
         # Where attention would not be seen.
         self.hidden: dict[str, None] = {}
-        self._report, self._rows = report, rows
+        self._report, self._rows, self._own = report, rows, own
         self.know(known or KnownSites())
         described = [site for site in self.known.sites if site.description is not None]
         self._described = {site.name for site in described}
@@ -302,6 +309,13 @@ class CaptureMode(CallObserver):
         modules: those in which calls are observed, by default all of the model."""
         for described in self._hooks:
             described.attach(around)
+        for name, module in self._own:
+            assert isinstance(module, SpecModule)
+            observer = self._observer(name, module)
+            module.observers.append(observer)
+            around.callback(module.observers.remove, observer)
+        if self._only_in == {}:
+            return
         around.callback(self.handwritten.tags.clear)
         around.callback(self.end)
         self._knows_name = hold_name_in(around)
@@ -309,7 +323,7 @@ class CaptureMode(CallObserver):
         if self._only_in is not None:
             sought = [watch for _, watch in self._only_in.values()]
         # Calls that are read by their name alone leave nothing that waits for the end of their module.
-        most = max(sought, default=Watch.NAME)
+        most = max([Watch.NAME, *sought])
         if not self._knows_name or most > Watch.NAME:
             self.stack.ended = self._module_ended
         around.enter_context(observed_by(self, exchanges=most >= Watch.EXCHANGED))
@@ -333,6 +347,19 @@ class CaptureMode(CallObserver):
             for module, watch in self._only_in.values()
         ]
         around.callback(remove_hooks, put_hooks(hooks))
+
+    def _observer(self, name: str, module: SpecModule) -> Observer:
+        """What reports the calls of one of qkeel's own modules."""
+        frame = ModuleCall(name=name, module=module, parent=None)
+
+        def report(call: AttentionCall, rows: KernelRows | None = None) -> None:
+            captured = CapturedCall(
+                frame=frame, ordinal=0, how="module", call=call, rows=rows
+            )
+            self._report(captured)
+
+        see = in_this_thread(functools.partial(self.guard, report))
+        return RowObserver(see, see) if self._rows else see
 
     def restart(self) -> None:
         """Forgets the pass that was observed, so that another one can be observed in the same context."""

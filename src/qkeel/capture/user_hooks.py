@@ -8,8 +8,8 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any, final
 
 from torch import nn
@@ -23,7 +23,6 @@ from qkeel.patching.module_tables import (
     hook_tables,
     hooks_after,
     hooks_before,
-    modules_of,
 )
 
 # Packages whose hooks the model may need: they move weights, gather them, or compute them.
@@ -43,21 +42,22 @@ _RETURN_NOTHING = {
 _IS_GENERATOR = 0x20
 
 
-@contextmanager
-def hooks_held_back(
-    model: nn.Module, *, runs_gradient_hooks: bool = False
-) -> Iterator[None]:
-    """A context in which forward hooks that return nothing don't run, the user's and those by which libraries record, nor
-    any hook on gradients: those of a search say which rows make which head, and are none of the program's.
-    `runs_gradient_hooks` lets these run, where a step's own gradients are computed again.
+Hooks = dict[int, Callable[..., Any]]
 
-    A hook that returns a value changes what the model computes, so it runs; the lists, dicts, sets, attributes and
-    counters that it and the modules' forward reach through closures, globals and objects are put back afterwards.
+
+def hold_hooks_back(
+    modules: Sequence[nn.Module], undo: ExitStack, *, runs_gradient_hooks: bool
+) -> list[Callable[..., Any]]:
+    """Replaces forward hooks of modules that return nothing until `undo` is closed, the user's and those by which
+    libraries record, and all hooks on gradients: those of a search say which rows make which head, and are none of the
+    program's. `runs_gradient_hooks` lets these run, where a step's own gradients are computed again.
+
+    Returns: the functions of the user's that still run, whose stores are to be put back: hooks that return a value, since
+        these change what the model computes, and the modules' forward.
     """
     functions: list[Callable[..., Any]] = []
-    held: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any]]] = []
+    held: list[tuple[Hooks, int]] = []
     tables = [global_hooks()]
-    modules = [*modules_of(model).values()]
     for module in modules:
         if not is_of_library(type(module)):
             functions.append(type(module).forward)
@@ -66,35 +66,33 @@ def hooks_held_back(
         quiet = True
         for key, hook in _own_hooks(after):
             if returns_nothing(hook):
-                held.append((after, key, after[key]))
+                held.append((after, key))
             else:
                 functions.append(hook)
                 quiet = False
         for key, hook in _own_hooks(before):
             # A hook after forward that changes the output may use what one before it has kept.
             if quiet and returns_nothing(hook) and not _writes_state(hook):
-                held.append((before, key, before[key]))
+                held.append((before, key))
             else:
                 functions.append(hook)
-    stores = OutsideStores(functions)
-    with_gradients: list[tuple[dict[int, Callable[..., Any]], dict[int, Any]]] = []
+    for table, key in held:
+        undo.callback(_put_back, table, key, table[key])
+        table[key] = idle
     if not runs_gradient_hooks:
-        with_gradients += [(table, dict(table)) for table in gradient_hooks(modules)]
-    try:
+        with_gradients = [(table, dict(table)) for table in gradient_hooks(modules)]
+        undo.callback(_put_all_back, with_gradients)
         for table, _ in with_gradients:
             table.clear()
-        for table, key, _ in held:
-            table[key] = idle
-        yield
-    finally:
-        stores.restore()
-        for table, hooks in with_gradients:
-            # The pass may have added some.
-            hooks |= table
-            table.clear()
-            table.update(hooks)
-        for table, key, hook in held:
-            _put_back(table, key, hook)
+    return functions
+
+
+def _put_all_back(hooks_of_tables: list[tuple[Hooks, Hooks]]) -> None:
+    for table, hooks in hooks_of_tables:
+        # The pass may have added some.
+        hooks |= table
+        table.clear()
+        table.update(hooks)
 
 
 @final
@@ -124,9 +122,7 @@ def hide_recording_hooks(modules: Iterable[nn.Module], around: ExitStack) -> Non
         around.callback(_put_back, table, key, hook)
 
 
-def _put_back(
-    table: dict[int, Callable[..., Any]], key: int, hook: Callable[..., Any]
-) -> None:
+def _put_back(table: Hooks, key: int, hook: Callable[..., Any]) -> None:
     # The pass may have removed the hook.
     if key in table:
         table[key] = hook
@@ -276,7 +272,7 @@ def _is_of(packages: Collection[str], hook: object) -> bool:
     if not isinstance(
         hook, (types.FunctionType, types.MethodType, functools.partial, type)
     ):
-        # An object that can be called.
+        # An instance with __call__: where its class was defined tells whose it is.
         hook = type(hook)
     home = getattr(_function_of(hook), "__module__", None) or ""
     package = home.partition(".")[0]

@@ -6,8 +6,8 @@ The files by command:
     watch            `qkeel watch`: python_program runs the script, model_finder finds its models, watch_session watches
                      and records them, run_messages writes the lines that begin with `qkeel:`
     run              `qkeel run`, `demo` and the studies, whose lines `console` prints
-    audit            `qkeel check`, `scan`, `explain`, `export` and `convert`
-    report           `qkeel report`, `figures`, and the lists of presets and remedies
+    audit            `qkeel check`, `scan`, `export` and `convert`
+    report           `qkeel report`, `figures`, `explain NAME`, and the lists of presets and remedies
     retired          commands of earlier versions
     parameters       the kinds of options that several commands share; output: what standard output can take
 """

@@ -1,4 +1,5 @@
-"""Commands that inspect or convert something: explain, scan, check, export and convert."""
+"""`qkeel check` and `scan`; `convert`, which does to a checkpoint what `qkeel.export` does to a model; `export`, which writes
+a run's tables."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ from rich.progress import (
 from torch import nn
 
 from qkeel.audit import Documents, Geometry, Window, as_json, table
+from qkeel.audit.allowed_inputs import Contract
 from qkeel.audit.check import check as judge
 from qkeel.audit.check import check_checkpoint, is_run
-from qkeel.audit.contracts import Contract
 from qkeel.audit.scan import scan as read
 from qkeel.cli.commands import FAILED, OK, UNDECIDED
 from qkeel.cli.output import printable

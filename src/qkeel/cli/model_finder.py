@@ -25,8 +25,6 @@ from qkeel.patching.optimizers import (
 )
 from qkeel.sites.module_copy import COPY_MARK
 
-# Finds the models that a program trains, from the optimizers that appear in it.
-
 # The share of an optimizer's parameters that a model must hold to be watched beside a
 # larger model.
 LEAST_SHARE = 0.1
@@ -106,8 +104,9 @@ class ModelFinder(Handle):
             elif not self._steps[optimizer] and self._replaces(optimizer, watches[0]):
                 # An optimizer that is made after steps of the first one begins a new phase of training, and one that
                 # another makes of its own groups, as SAM does, takes the steps.
-                watches[0].end(self._end)
-                self._watches.remove(watches[0])
+                for watch in watches:
+                    watch.end(self._end)
+                    self._watches.remove(watch)
                 self._begin(chain, optimizer)
             elif watches[0].optimizer() is not optimizer:
                 model, monitor = watches[0].model, watches[0].monitor()

@@ -1,4 +1,7 @@
-"""Runs a Python program in this process as `python` would: arguments, paths, exit code, traceback."""
+"""Runs a Python program in this process as `python` would: arguments, paths, exit code, traceback.
+
+`watch` puts `model_finder` and `watch_session` around it.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,16 @@ import os
 import runpy
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import Any, final
 
 from qkeel.cli.commands import FAILED, INTERRUPTED, OK
 from qkeel.errors import DataError, InvalidValueError
+from qkeel.handle import Handle
 from qkeel.records.disk import read_file
-
-# A Python program run in this process as `python` would run it: arguments, paths, exit code, traceback.
 
 EXAMPLE = "qkeel watch -- python train.py"
 TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
@@ -207,6 +209,55 @@ def _run_script(name: str, source: bytes) -> None:
     # Pickles and threads of the script find its classes here, also after it has ended.
     sys.modules["__main__"] = main
     exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+
+
+@final
+class Successors(Handle):
+    """Lets the Python program by which a script replaces itself (`os.execv` and its like) be watched as the script is.
+
+    Scripts do so to begin anew with other environment variables, such as PYTHONHASHSEED, or under torchrun. Processes
+    that the script forks are left alone.
+    """
+
+    def __init__(
+        self, watcher: Sequence[str], leave: Callable[[str | None], None]
+    ) -> None:
+        """Takes the words of `qkeel watch ... --`, and what to call before the other program begins, with its name if
+        it is not watched."""
+        self._watcher, self._leave, self._pid = watcher, leave, os.getpid()
+        execv: Any = os.execv
+        execve: Any = os.execve
+
+        def restore() -> None:
+            os.execv, os.execve = execv, execve
+
+        # All functions of their kind call these two.
+        os.execv = lambda path, args: execv(*self._watched(path, args))
+        os.execve = lambda path, args, env: execve(*self._watched(path, args), env)
+        super().__init__(restore)
+
+    def _watched(self, path: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """Returns the file and the words with which the other program is watched, or those given if it cannot be."""
+        # `execvp` tries one folder after the other.
+        if os.getpid() != self._pid or not os.access(path, os.X_OK):
+            return path, args
+        name = os.fsdecode(args[0] if isinstance(path, int) else path)
+        words = [name, *map(os.fsdecode, args[1:])]
+        try:
+            program = parse(words)
+            if isinstance(program, Torchrun):
+                watched = program.command(["qkeel", *self._watcher])
+            elif program.title == "qkeel":
+                # The whole command again, of which the watcher is a part.
+                watched = words
+            else:
+                watcher = ["-m", "qkeel", *self._watcher]
+                watched = [sys.executable, *watcher, *program.words]
+        except InvalidValueError:
+            self._leave(None if Path(name).name == "qkeel" else name)
+            return path, args
+        self._leave(None)
+        return watched[0], watched
 
 
 def _exit_code(leave: SystemExit) -> int:

@@ -1,4 +1,4 @@
-"""Commands that need no torch: pages, figures, and the lists of presets and remedies."""
+"""Commands that need no torch: pages, figures, the lists of presets and remedies, and `qkeel explain NAME`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands about training: `qkeel run` and the studies."""
+"""Commands about training: `qkeel run`, `demo` and the studies, and the page of a study while it runs."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def configure(
     # After the recipe, which flags override.
     for flag, (section, field) in _ENTRIES.items():
         value = vars(flags).get(flag)
-        # Several values go to the grid, which overrides this.
+        # The first of several; the grid sets all of them later.
         value = value[0] if isinstance(value, list) else value
         if value is not None:
             (values.setdefault(section, {}) if section else values)[field] = value

@@ -27,8 +27,6 @@ from qkeel.monitor.sample import shown_samples
 from qkeel.patching.roles import Phase
 from qkeel.report import write
 
-# The messages about a watched run, as lines on stderr that begin with `qkeel:` to distinguish them from the script's.
-
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

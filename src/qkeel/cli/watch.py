@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
 import difflib
 import inspect
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -20,6 +23,7 @@ from qkeel.cli.commands import OK
 from qkeel.cli.parameters import Switch, Unset
 from qkeel.cli.python_program import (
     EXAMPLE,
+    Successors,
     Torchrun,
     execute,
     parse,
@@ -136,12 +140,21 @@ def watch(
         nan=nan,
         policy=named,
     )
-    with MessageWriter(_rank()) as writer:
+    with contextlib.ExitStack() as stack:
+        writer = stack.enter_context(MessageWriter(_rank()))
         session = WatchSession(plan, writer)
-        code = execute(program, source)
+        with Successors(words, session.leave):
+            code = execute(program, source)
         if writer.here:
-            session.close(complete=code == OK)
+            stack.callback(session.close, complete=code == OK)
+            if any(not thread.daemon for thread in _other_threads()):
+                # They may train, and Python waits for them before it calls this.
+                atexit.register(stack.pop_all().close)
     return code
+
+
+def _other_threads() -> list[threading.Thread]:
+    return [x for x in threading.enumerate() if x is not threading.current_thread()]
 
 
 def _misread(command: Sequence[str]) -> InvalidValueError:

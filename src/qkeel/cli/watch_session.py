@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import shlex
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import final
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,7 +29,11 @@ from qkeel.patching.forward import unwrapped
 from qkeel.remedies.apply import AtNextPass
 from qkeel.remedies.apply import parse as parse_remedies
 
-# The models of a training script, each recorded in a separate run directory.
+# Variables that torch reads when it is imported, which is before the script begins.
+READ_AT_IMPORT = re.compile(
+    r"(OMP|MKL)_NUM_THREADS|TORCHINDUCTOR_(?!CACHE_DIR)\w+|TORCHDYNAMO_\w+|TORCH_COMPILE_DISABLE|TORCH_LOGS|"
+    r"PYTORCH_ENABLE_MPS_FALLBACK"
+)
 
 
 @final
@@ -70,8 +77,9 @@ class _WatchedModel:
 
 @final
 class _Remedied:
-    """The remedies of --apply on one model. Remedies that change its forward pass stay for the lifetime of the model;
-    remedies on optimizer steps are applied anew to the optimizer that begins a new phase of training.
+    """The remedies of --apply on one model, and later on a model around it or inside it. Remedies that change its forward
+    pass stay for the lifetime of the model; remedies on optimizer steps are applied anew to the optimizer that begins a
+    new phase of training.
     """
 
     def __init__(
@@ -90,11 +98,17 @@ class _Remedied:
             "+".join(text for text, remedy in terms if remedy.on_steps is on_steps)
             for on_steps in (False, True)
         )
+        self._on_pass = on_pass
         self._before = {name for name, _ in model.named_parameters()}
         self._model, self._optimizers = weakref.ref(model), [weakref.ref(optimizer)]
         # The hook registered last runs first, so that remedies on steps find the model as the other remedies leave it.
         self._steps = self._at_next_pass(self._on_steps, optimizer, refused)
         self._pass = self._at_next_pass(on_pass, optimizer, refused)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the model was not called since."""
+        return any(x is not None and x.waits for x in (self._pass, self._steps))
 
     def or_with(self, optimizer: Optimizer) -> None:
         """Adds another optimizer of the model in the same phase; see `AtNextPass.or_with`."""
@@ -105,12 +119,17 @@ class _Remedied:
 
     def begin_phase(
         self,
+        model: nn.Module,
         optimizer: Optimizer,
         refused: Callable[[QkeelError], None],
         write: Callable[[str], None],
     ) -> None:
         """Applies the remedies on steps anew to the optimizer of the next phase; `write` receives a line about their
-        state, and one about parameters that the remedies added and this optimizer does not train."""
+        state, and one about parameters that the remedies added and this optimizer does not train, or about attention
+        that has none of the others."""
+        earlier = self._model()
+        is_same = model is earlier
+        self._model = weakref.ref(model)
         if self._steps is not None:
             had_state = bool(self._steps.state())
             self._steps.remove()
@@ -124,8 +143,12 @@ class _Remedied:
                 )
         self._optimizers.append(weakref.ref(optimizer))
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        model = self._model()
-        names = {} if model is None else dict(model.named_parameters())
+        if not is_same and self._on_pass:
+            write(
+                f"{self._on_pass} stays where it was put into {type(earlier).__name__}; other attention of "
+                f"{type(model).__name__} has none"
+            )
+        names = dict(model.named_parameters()) if is_same else {}
         left = [
             name
             for name, p in names.items()
@@ -179,12 +202,14 @@ class WatchSession:
         self._late: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # The script watches a model itself.
         self._by_script = False
+        self._environment = dict(os.environ)
         self._finder = ModelFinder(
             self._start, self._of_script, self._another, self._end
         )
 
     def _start(self, model: nn.Module, optimizer: Optimizer) -> Monitor:
         name, plan = type(model).__name__, self.plan
+        self._tell_of_variables()
         run = RunDirectorySink(self._place(name), watcher=plan.fix.watcher)
         message_sink = MessageSink(run, self.writer, shown=plan.shown, fix=plan.fix)
         # A tracker's run takes the numbers of one model.
@@ -210,7 +235,7 @@ class WatchSession:
             )
         self._optimizers.setdefault(model, []).append(weakref.ref(optimizer))
         # A script may drop model and optimizer long before it ends; the run's files are closed then.
-        done = weakref.finalize(optimizer, run.close, True)
+        done = weakref.finalize(optimizer, self._end_of, run)
         done.atexit = False
         self._runs.append(
             _WatchedModel(
@@ -222,6 +247,28 @@ class WatchSession:
             )
         )
         return monitor
+
+    def _tell_of_variables(self) -> None:
+        """Tells of variables that the script has set too late."""
+        before, self._environment = self._environment, dict(os.environ)
+        late = {
+            name: value
+            for name, value in self._environment.items()
+            if READ_AT_IMPORT.fullmatch(name) and before.get(name) != value
+            # The script may have set the number of threads in another way.
+            if "NUM_THREADS" not in name or value != str(torch.get_num_threads())
+        }
+        if late:
+            words = " ".join(f"{k}={shlex.quote(v)}" for k, v in late.items())
+            self.writer(
+                f"{', '.join(late)}, which the script sets, is without effect, as torch was imported before. Set it in "
+                f"the command: {words} {self.plan.fix.watcher}"
+            )
+
+    def _end_of(self, run: RunDirectorySink) -> None:
+        # A forked process has a copy of everything but the files.
+        if self.writer.here:
+            run.close(True)
 
     def _of_script(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Applies the remedies of --apply to a model that the script watches itself, but adds no second monitor."""
@@ -281,8 +328,15 @@ class WatchSession:
             raise SystemExit(USAGE)
 
         try:
-            if model in self._applied:
-                self._applied[model].begin_phase(optimizer, refused, self.writer)
+            inside = {*map(id, model.modules())}
+            earlier = [
+                m
+                for m in self._applied
+                if id(m) in inside or any(model is x for x in m.modules())
+            ]
+            if earlier:
+                remedied = self._applied[model] = self._applied.pop(earlier[-1])
+                remedied.begin_phase(model, optimizer, refused, self.writer)
             else:
                 self._applied[model] = _Remedied(spec, model, optimizer, refused)
         except QkeelError as error:
@@ -293,6 +347,16 @@ class WatchSession:
         first = next((run.model for run in self._runs if run.used), model)
         out = self.plan.out
         return out if first == model else out.with_name(f"{out.name}-{model}")
+
+    def leave(self, program: str | None) -> None:
+        """Ends because another program takes the place of the script: one that is watched, or, by its name, another."""
+        if self._runs:
+            self.close(complete=False)
+        self.writer(
+            "the script begins anew in its own place, and is watched there"
+            if program is None
+            else f"the script is replaced by {program}, which is not watched"
+        )
 
     def close(self, *, complete: bool) -> None:
         """Stops watching, and reports the outcome and the run directories.
@@ -334,8 +398,15 @@ class WatchSession:
                 if broken or is_measured
                 else self._why_nothing(monitors, complete)
             )
+            unmet = any(x.waits for x in self._applied.values()) or not self._applied
+            applied = self.plan.fix.applied
+            left = (
+                f", and {applied} was applied to nothing in this process"
+                if applied and unmet
+                else ""
+            )
             self.writer(
-                f"nothing was {'written' if is_measured else 'measured'}: {reason}"
+                f"nothing was {'written' if is_measured else 'measured'}{left}: {reason}"
             )
 
     def _why_nothing(self, monitors: list[Monitor], complete: bool) -> str:
@@ -359,4 +430,9 @@ class WatchSession:
                 "step, or optimizer.step() is called in a compiled function, where steps can't be counted; in that "
                 "case, compile only the model"
             )
-        return f"the script ended before {models} was called"
+        if not complete:
+            return f"the script ended before {models} was called"
+        return (
+            f"{models} was not called in this process. If the script starts processes that train, start them with "
+            "torchrun instead"
+        )

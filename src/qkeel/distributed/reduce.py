@@ -1,4 +1,7 @@
-"""The numbers of a step as one vector, how two such vectors are merged, and how those of all processes become one."""
+"""The numbers of a step as one vector, how two such vectors are merged, and how those of all processes become one.
+
+`monitor.processes` exchanges the vectors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bounds on logits from norms of activations and weights, formulas applied to weights, and the change made by a step.
+"""Bounds on logits from norms of activations and weights; formulas on weights (spectral norms, Newton–Schulz, QK-clip's γ);
+the change made by a step.
 
 Shapes: b batch, t queries, s keys, h heads, d dimensions per head, m and n widths of weights.
 """

@@ -1,4 +1,5 @@
-"""From q·k to attention weights: factors on the logits, soft caps and normalizers; and losses on output logits."""
+"""From q·k to attention weights: factors on the logits, soft caps and normalizers; losses on output logits; DeepNorm's
+scales of branches."""
 
 from __future__ import annotations
 

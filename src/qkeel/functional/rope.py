@@ -15,8 +15,6 @@ from torch.nn import functional as F
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.patching.torch_state import with_tangents
 
-# Rotary position embedding.
-
 Pairing = Literal["half", "interleaved", "half_reversed"]
 
 

@@ -1,4 +1,5 @@
-"""Per-head statistics of attention logits, computed block by block over query rows.
+"""Per-head statistics from the logits of a block of rows, and how those of blocks merge: the formulas. `kernels.statistics`
+makes the logits from q and k, block by block.
 
 Shapes: b batch, t queries, s keys, h query heads, g key heads, c classes, r rows of a block, n keys of a block.
 """
@@ -431,7 +432,10 @@ def logit_rows(
     threshold: float,
     members: Members | None = None,
 ) -> dict[str, Tensor]:
-    """Returns extrema, totals, spreads and counts of blanked logits z [b h rows n] before the cap; leaves z lowered."""
+    """Returns extrema, totals, spreads and counts of blanked logits z [b h rows n] before the cap; leaves z lowered.
+
+    With `members`, the classes of all keys, z begins at the first key.
+    """
     b, h, r, _ = z.shape
     n_keys = visible_keys.counts(r, z.device).expand(b, h, r)
     fields = {"total": z.sum(-1), "min_logit": visible_keys.least(z)}
@@ -441,9 +445,9 @@ def logit_rows(
     over = z.device.type != "cpu" or bool((top > threshold).any())
     above = (z > threshold).sum(-1).to(z.dtype) if over else torch.zeros_like(top)
     if members is not None:
-        of_block = members[:, : z.shape[-1]]
-        fields["class_keys"] = visible_keys.counts_of(of_block).expand(b, h, r, -1)
-        fields["class_max"] = class_maxima(z, of_block, fields["class_keys"])
+        block_members = members[:, : z.shape[-1]]
+        fields["class_keys"] = visible_keys.counts_of(block_members).expand(b, h, r, -1)
+        fields["class_max"] = class_maxima(z, block_members, fields["class_keys"])
     return {
         **fields,
         "max_logit": top,

@@ -1,4 +1,7 @@
-"""Sinks for trackers, files and notebooks. Each library is imported when its sink is first used."""
+"""Sinks for W&B, TensorBoard, MLflow, Trackio and CSV. Each library is imported when its sink is first used.
+
+The names of `--sink` stand in `monitor.sinks`, with the sinks for run directories and the log.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Per-head statistics of attention logits for any kernel, block by block without a T×T matrix.
+"""From q and k to per-head statistics of logits, for any kernel, block by block without a T×T matrix; the formulas are those
+of `functional.statistics`.
 
 Shapes: b batch, t queries, s keys, h query heads, g key heads, d dimensions per head, r rows of a block.
 """

@@ -1,6 +1,9 @@
 """Access to the Triton kernels: whether they can be used, and their import for the first CUDA tensor.
 
 QKEEL_TRITON=0 disables them.
+
+Which calls the kernels take is said by `logits.gpu` and `norm_rope.encode`; which were seen right on a GPU, and which were
+taken out, by docs/internals/gpu.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,17 @@
-"""COMPARE: small training runs on real text that can be resumed at any point, and studies that consist of them."""
+"""COMPARE: small training runs on real text that can be resumed at any point, and studies that consist of them.
+
+The files from a plan to the tables:
+
+    config               a run's configuration; studies: what each study varies, and its command's options
+    plan, tuning         the runs of a study; learning rates that are chosen beforehand. study_file: study.json
+    execute              runs a plan, the runs that are left and those that failed; executors: joblib, Ray, Dask, Slurm;
+                         run_claims: which process trains a run
+    train                one run's loop; build_run: its model, optimizer and remedies; muon: one of its optimizers
+    tasks                what is learned: text, second_language, images
+    run_record           what a run records, and where; checkpoint: its state, from which it resumes
+    lengths, angles      trained runs on longer texts
+    demo, quick_demo     `qkeel demo`
+"""
 
 import importlib
 from typing import TYPE_CHECKING

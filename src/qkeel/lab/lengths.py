@@ -18,9 +18,9 @@ from qkeel.errors import DamagedFileError, RefusedError, caution
 from qkeel.lab.angles import Range, attentions, cosine_ranges, outside
 from qkeel.lab.build_run import autocast, layers, resolve, threads
 from qkeel.lab.checkpoint import RunState, load
-from qkeel.lab.claims import claimed
 from qkeel.lab.config import RunConfig, with_values
 from qkeel.lab.plan import LongContexts, Method
+from qkeel.lab.run_claims import claimed
 from qkeel.lab.run_record import measuring
 from qkeel.lab.text import batch, long_texts
 from qkeel.lab.text import load as load_corpus

@@ -1,4 +1,7 @@
-"""`qkeel demo --quick`: two tiny models in ten seconds, of which one collapses, as lines in a terminal."""
+"""`qkeel demo --quick`: two tiny models in ten seconds, of which one collapses, as lines in a terminal.
+
+Its closing sentence is its own; the verdict on a run is that of `metrics.verdict`.
+"""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ from qkeel.lab.checkpoint import (
     restore,
     save,
 )
-from qkeel.lab.claims import Claim
 from qkeel.lab.config import RunConfig
+from qkeel.lab.run_claims import Claim
 from qkeel.lab.tasks import Examples, Task
 from qkeel.monitor.logit_changes import change_between, frozen
 from qkeel.options import Json

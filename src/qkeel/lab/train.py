@@ -17,8 +17,8 @@ from qkeel.functional.class_statistics import TokenClasses
 from qkeel.functional.logits import z_loss
 from qkeel.lab.build_run import RATE, autocast, check, learning_rate, resolve, threads
 from qkeel.lab.checkpoint import RunState
-from qkeel.lab.claims import claimed
 from qkeel.lab.config import RunConfig
+from qkeel.lab.run_claims import claimed
 from qkeel.lab.run_record import (
     ProbeStatistics,
     RunRecord,

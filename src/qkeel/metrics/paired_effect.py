@@ -1,4 +1,4 @@
-"""Paired differences: their mean with Student's interval, and a verdict."""
+"""Paired differences: their mean with Student's interval, and a verdict. `report.compare` pairs the runs of a study by seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Scalars of runs: learning-rate sensitivity, collapse, spikes, errors of logits."""
+"""Scalars of runs: learning-rate sensitivity, collapse, spikes, errors of logits; the thresholds that logits and entropies are
+judged by."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ Row = Mapping[str, Any]
 # Nats; Kimi K2's clip threshold (arXiv 2507.20534), and a reliable early sign in tiny
 # models.
 ALARM_THRESHOLD = 100.0
-# nats; with transplanted logits of 1e3 the loss degrades (Wortsman et al. 2023, arXiv 2309.14322)
+# Nats; a small model in which q and k were stretched until its logits reached 1e3 had a higher loss (Wortsman et al. 2023,
+# arXiv 2309.14322)
 HARMFUL_LOGIT = 1000.0
 # Nats per query row, mean over the model.
 COLLAPSE_ENTROPY = 0.1

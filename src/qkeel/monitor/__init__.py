@@ -11,7 +11,7 @@ The files in the order in which a number passes through them:
     recorder, history   the records as arrays, in bounded memory; sample: one step, and its table
     rules, forecast     conditions on records that raise an alarm; thresholds: each with its source
     alarms              which rules a run has, and which remedy an alarm recommends
-    sinks               where records go
+    sinks               where records go, and the names of `--sink`
     nan_origin          what made the first NaN, from passes that are made again
 """
 

@@ -1,4 +1,8 @@
-"""The monitor of a training run, and what it does at the end of each step and of the run."""
+"""The monitor of a training run, and what it does at the end of each step and of the run.
+
+`sites.tap` measures the attention calls of a pass, which `capture.intercept` sees; the hooks around a step are in
+`patching.optimizers`.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +62,10 @@ NOT_TRAINED = (
     "the optimizer stepped, but no gradient had reached what the watched model returned in any of its {:,} passes, so "
     "none of them counts as trained. Watch the model whose output the loss is computed from"
 )
+FORKED = (
+    "this process was forked from the one in which the model is watched, so what it trains is not recorded. Call "
+    "qkeel.watch in the process that trains"
+)
 NO_STEP = (
     "the model made training passes, but the optimizer that is watched took no step, so nothing was recorded. If "
     "another optimizer updates the model, pass that one: qkeel.watch(model, optimizer)"
@@ -109,7 +117,7 @@ class Monitor(Handle):
         if planned is not None:
             self._steps.besides.add(planned.steps - 1)
         # Everything that the user's program calls runs under this guard.
-        self._guard = FaultGuard(_OFF, self._switch_off)
+        self._guard = FaultGuard(_OFF, self._switch_off, forks=False)
         self._group = group = ProcessGroup(
             self._whole,
             lambda: self.sites,
@@ -135,6 +143,7 @@ class Monitor(Handle):
         self._rate: float | Tensor | None = None
         self._loss: Tensor | None = None
         self._is_warned, self._is_complete = False, False
+        self._is_warned_of_fork = False
         self._origin: NanOrigin | None = None
         self._hooks: StepHooks | None = None
         if optimizers:
@@ -166,11 +175,8 @@ class Monitor(Handle):
                 extras=extras,
             )
         if optimizers:
-            before, after = (
-                functools.partial(self._guard, act)
-                for act in (self._before_step, self._after_step)
-            )
-            self._hooks = StepHooks(before, after, optimizers[0])
+            after = functools.partial(self._guard, self._after_step)
+            self._hooks = StepHooks(self._begin_step, after, optimizers[0])
         super().__init__(
             functools.partial(self._guard, self._finish),
             state=self._state,
@@ -499,6 +505,12 @@ class Monitor(Handle):
         """Sorts the passes whose role is known, or, to `decide`, all passes; see `Tap.settle`."""
         for tap in self._taps:
             tap.settle(decide=decide)
+
+    def _begin_step(self, optimizer: Optimizer) -> None:
+        if self._guard.is_forked and not self._is_warned_of_fork:
+            self._is_warned_of_fork = True
+            caution(FORKED)
+        self._guard(self._before_step, optimizer)
 
     def _before_step(self, optimizer: Optimizer) -> None:
         # What no gradient has reached by now, none will: the step changes the weights.

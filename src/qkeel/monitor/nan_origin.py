@@ -35,7 +35,7 @@ from qkeel.monitor.finite_stages import (
 )
 from qkeel.patching.forward import ForwardPasses, extra_pass
 from qkeel.patching.guards import FaultGuard
-from qkeel.patching.roles import tensors_within
+from qkeel.patching.held_objects import tensors_within
 from qkeel.sites.softmax_weights import captured_calls
 
 NOT_FOUND = (
@@ -116,7 +116,7 @@ class NanOrigin(Handle):
         optimizers: Sequence[torch.optim.Optimizer],
         report: Callable[[str], None],
     ) -> None:
-        self.guard = FaultGuard(_OFF)
+        self.guard = FaultGuard(_OFF, forks=False)
         self._report = report
         self._passes: collections.deque[KeptPass] = collections.deque(maxlen=PASSES)
         self._running: KeptPass | None = None

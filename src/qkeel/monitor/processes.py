@@ -1,4 +1,7 @@
-"""The processes of a run that watch one model: how they introduce themselves, and their exchange in a measured step."""
+"""The processes of a run that watch one model: how they introduce themselves, and their exchange in a measured step.
+
+`distributed.reduce` merges the numbers that they exchange.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The thresholds of alarms, and where each comes from. Logits and entropies are in nats."""
+"""The thresholds of alarms, and where each comes from. Logits and entropies are in nats.
+
+Those that the report needs too are numbers of `metrics.run_scalars`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,12 @@
 """Modules with parameters: attention, latent attention, gated attention units, caches, blocks, and models built from
-them."""
+them.
+
+The files:
+
+    attention            MHA, GQA, MQA and GAU, with a cache; mla: latent attention
+    decoder              blocks, and the lab's models
+    scaled_dot_product   F.scaled_dot_product_attention on qkeel's kernels
+"""
 
 from qkeel.nn.attention import GAU, Attention, Cache, GAUBlock, KVCache, LatentCache
 from qkeel.nn.decoder import (

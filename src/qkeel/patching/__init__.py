@@ -15,4 +15,5 @@ Everywhere else torch is used as documented.
 | sharded_models | stages of pipelines, weights that fully_shard has split, collectives, Join |
 | torch_state | private operators; whether torch is compiling, transforming, tracing or recomputing |
 | guards | guards around what qkeel calls while a model runs; hooks of one thread |
+| held_objects | the objects that values hold in containers, dataclasses and attributes |
 """

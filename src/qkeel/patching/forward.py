@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import os
 import sys
 import threading
 import types
@@ -53,8 +52,8 @@ class ForwardPasses(Handle):
     """Calls `before(args, kwargs, compiled)` and `after(output, failed)` around each outermost call of `model`.
 
     Some calls are skipped: those that gradient checkpointing repeats in the backward pass, those in which a pipeline
-    infers shapes, those that overlap with a call in another thread (with a warning), those in a forked process, and
-    those inside a larger compiled function. Both functions are called through `guard`, which decides whether their
+    infers shapes, those that overlap with a call in another thread (with a warning), and those inside a larger compiled
+    function. Both functions are called through `guard`, which decides whether their
     exceptions reach the model's caller.
 
     Args:
@@ -79,7 +78,6 @@ class ForwardPasses(Handle):
         self.model, self.inner = model, unwrapped(model)
         self._before, self._after, self._guard = before, after, guard
         self.tree = ModuleTree(model)
-        self._pid = os.getpid()
         self._depth = 0
         # The lock guards _depth and _pass.
         self._lock, self._warned = (
@@ -180,16 +178,11 @@ class ForwardPasses(Handle):
             self._end(None, failed=True)
 
     def _here(self) -> bool:
-        return (
-            not recomputing()
-            and not _EXTRA.get()
-            and os.getpid() == self._pid
-            and not inferring_shapes()
-        )
+        return not recomputing() and not _EXTRA.get() and not inferring_shapes()
 
     def _unhook(self) -> None:
-        # A running pass still needs the hook at its end, which then removes all hooks.
         self._end_abandoned()
+        # A running pass still needs the hook at its end, which then removes all hooks.
         if not self._depth:
             for hook in self._hooks:
                 hook.remove()

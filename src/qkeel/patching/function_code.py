@@ -17,8 +17,6 @@ import torch
 from qkeel.patching.guards import unguarded
 from qkeel.patching.torch_state import compiler_loaded, run_uncompiled
 
-# Replaces the code object of a Python function, so that calls through any alias of it are intercepted.
-#
 # A function is imported by name into other modules and kept in attributes, closures, partials and `torch.compile`
 # wrappers, so replacing one attribute would miss most callers. Here the function object stays the same, and the
 # original code object still runs in the end, so code compiled for it is reused.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -29,15 +30,21 @@ class FaultGuard:
     The first exception is kept in `error` and reported in one warning. Then each function in `off` is called, to switch
     off what failed. Later exceptions are dropped. Interrupts (KeyboardInterrupt, SystemExit) pass through.
 
+    With `forks=False`, nothing is called in processes that are forked later, whose copies of what records would write
+    to the files of this one.
+
     Example:
         >>> guard = FaultGuard("the watcher is off: {}")
         >>> guard(int, "7")
         7
     """
 
-    def __init__(self, words: str, *off: Callable[[], None]) -> None:
+    def __init__(
+        self, words: str, *off: Callable[[], None], forks: bool = True
+    ) -> None:
         """Takes the text of the warning, with {} for the error, and the functions that switch off what failed."""
         self.words, self.off = words, list(off)
+        self._pid = None if forks else os.getpid()
         self.error: Exception | None = None
         # Threads in which a guarded function runs.
         self._inside: set[int] = set()
@@ -46,11 +53,18 @@ class FaultGuard:
         ] = {}  # by thread, so that no two threads write to the same entry
 
     @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one of a guard that calls nothing in such processes."""
+        return self._pid is not None and os.getpid() != self._pid
+
+    @property
     def seconds(self) -> float:
         """The host time spent in guarded functions in all threads. Nested calls are counted once."""
         return sum([*self._spent.values()])
 
     def __call__(self, act: Callable[..., T], *args: object) -> T | None:
+        if self.is_forked:
+            return None
         thread = threading.get_ident()
         begun = None if thread in self._inside else time.perf_counter()
         self._inside.add(thread)
@@ -85,28 +99,6 @@ class FaultGuard:
         # Guarded as well: what switches off may fail for the same reason, which has been reported by now.
         for act in self.off:
             self(act)
-
-
-@final
-class DeferredError:
-    """A guard that keeps the first exception until `settle`, so that the caller can continue.
-
-    It is used where other processes wait for the caller."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-
-    def __call__(self, act: Callable[..., T], *args: object) -> T | None:
-        try:
-            return act(*args)
-        except Exception as error:
-            self.error = self.error or error
-            return None
-
-    def settle(self) -> None:
-        """Raises the kept exception, if any."""
-        if self.error is not None:
-            raise self.error
 
 
 # A hook that does nothing, and that Python itself has, so that copies and pickles of a model load without qkeel.

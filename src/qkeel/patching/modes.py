@@ -31,8 +31,6 @@ from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from qkeel.patching.sharded_models import collective_of
 
-# Modes: objects that intercept every torch function or operator call in a thread while they are active.
-
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]

@@ -11,8 +11,6 @@ from torch import nn
 
 from qkeel.handle import Handle
 
-# Replaces one module's forward by an attribute of the instance.
-#
 # Forward hooks would not be enough, because compiled code does not detect that a hook was added or removed, whereas it
 # has a guard on the instance's own `forward`.
 

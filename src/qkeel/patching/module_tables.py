@@ -105,15 +105,15 @@ def global_hooks() -> tuple[
     dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]
 ]:
     """Returns the hooks before and after the forward of every module of the process, in order."""
-    calls = nn.modules.module
-    return calls._global_forward_pre_hooks, calls._global_forward_hooks
+    of_torch = nn.modules.module
+    return of_torch._global_forward_pre_hooks, of_torch._global_forward_hooks
 
 
 def gradient_hooks(modules: Iterable[nn.Module]) -> list[dict[int, Callable[..., Any]]]:
     """Returns the tables of hooks that are called with gradients: those of every module of the process, of these
     modules and of their parameters."""
-    calls = nn.modules.module
-    tables = [calls._global_backward_pre_hooks, calls._global_backward_hooks]
+    of_torch = nn.modules.module
+    tables = [of_torch._global_backward_pre_hooks, of_torch._global_backward_hooks]
     for module in modules:
         tables += [module._backward_pre_hooks, module._backward_hooks]
         held = [p._backward_hooks for p in module._parameters.values() if p is not None]

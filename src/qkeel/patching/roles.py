@@ -7,27 +7,20 @@ the graph behind its output is gone, no gradient can come.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
 
+from qkeel.patching.held_objects import tensors_within
 from qkeel.patching.module_tables import modules_of
 from qkeel.patching.torch_state import running_frames, transformed_now
 
 # Of passes that are trained, and of passes that are not.
 Phase = Literal["train", "eval"]
-
-# Looked through for tensors in what a pass returned.
-MOST_OBJECTS = 2000
-_WITHOUT_TENSORS = (
-    *(str, bytes, int, float, complex, type, nn.Module),
-    *(torch.dtype, torch.device),
-)
 
 
 @final
@@ -141,32 +134,6 @@ def _graph_nodes(
         if node is not None and id(node) not in before:
             nodes[id(node)] = node
     return list(nodes.values())
-
-
-def tensors_within(value: object) -> list[Tensor]:
-    """Returns the tensors in nested containers, dataclasses and plain objects; modules are not looked through."""
-    tensors: list[Tensor] = []
-    waiting: list[object] = [value]
-    visited: set[int] = set()
-    while waiting and len(visited) < MOST_OBJECTS:
-        value = waiting.pop()
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            continue
-        is_plain = value is None or isinstance(value, _WITHOUT_TENSORS)
-        if is_plain or id(value) in visited:
-            continue
-        visited.add(id(value))
-        if isinstance(value, (tuple, list, set, frozenset)):
-            waiting.extend(value)
-        elif isinstance(value, (dict, Mapping)):
-            waiting.extend(value.values())
-        elif hasattr(type(value), "__dataclass_fields__"):
-            fields = dataclasses.fields(value)  # type: ignore[arg-type]
-            waiting.extend([getattr(value, field.name, None) for field in fields])
-        elif hasattr(value, "__dict__") and not callable(value):
-            waiting.extend(vars(value).values())
-    return tensors
 
 
 def inside_checkpoint() -> bool:

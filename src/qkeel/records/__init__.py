@@ -1,5 +1,11 @@
 """The records on disk: the name, unit and shape of every recorded value, and how it is written and read. This package
-does not import torch, because the report reads runs on machines without torch."""
+does not import torch, because the report reads runs on machines without torch.
+
+    recorded_fields      every recorded name, with its unit, shape and meaning
+    file_formats         the formats: JSON lines, and the binary file of numbers per head
+    run_directory        the files of a run, who may write them, and how they are read after a crash
+    disk                 atomic replacement, appends, locks
+"""
 
 from qkeel.records.disk import replace_file as write_bytes
 from qkeel.records.file_formats import (

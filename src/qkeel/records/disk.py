@@ -286,12 +286,15 @@ def check_writable(path: Path) -> None:
     Raises:
         RunDirectoryError: a file cannot be created in the folder that would hold it.
     """
-    folder = path if path.is_dir() and not any(path.iterdir()) else path.parent
-    while not os.path.lexists(folder):
-        folder = folder.parent
-    # Tried, because permissions say nothing of a read-only or a virtual file system.
-    with _reported("create", path, _WRITABLE), tempfile.TemporaryFile(dir=folder):
-        pass
+    with _reported("create", path, _WRITABLE):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            # Of a name that is too long, some versions of Python say only that there is nothing.
+            os.lstat(path)
+        folder = path if path.is_dir() and not any(path.iterdir()) else path.parent
+        while not os.path.lexists(folder):
+            folder = folder.parent
+        # Tried, because permissions say nothing of a read-only or a virtual file system.
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def hold_lock(file: int, wait: float) -> bool:

@@ -1,6 +1,8 @@
 """The JSON files of a run, and the binary file of per-head values.
 
 Shapes: n records (logged steps), layers, heads.
+
+`disk` writes the bytes; `run_directory` says which files a run has.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The directory of a run: its files, which process may write them, and how they are read after a crash. A watched run
-is written into it by `monitor.sinks.RunDirectorySink`."""
+"""The directory of a run: its files, which process may write them, and how they are read after a crash.
+
+Their formats are in `file_formats`. `monitor.sinks.RunDirectorySink` writes a watched run.
+"""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _apply_all(
 
     Sites are found once, and again for the next remedies after a remedy that changes them. A remedy that has not itself
     run the model is followed by one pass, which checks that the model still runs."""
-    # What is kept holds tensors of every layer.
+    # No more than the remedies read, since graphs and calls hold tensors of every layer.
     keeps: Kept = "graphs" if any(x.reads_graph for x in remedies) else "calls"
     if all(remedy.on_steps for remedy in remedies):
         keeps = "sites"

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qkeel import distributed as dist
 from qkeel.capture.intercept import CapturedCall
@@ -24,7 +25,7 @@ from qkeel.patching.module_tables import (
     hooks_before,
 )
 from qkeel.patching.optimizers import in_real_steps
-from qkeel.remedies.base import Remedy, Target, active_on
+from qkeel.remedies.base import Remedy, Target, active_on, module_name
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.site_search import call_observer
 
@@ -99,8 +100,69 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
             caution(f"{remedy.name} has no effect: {reason}")
 
     steps = optimizer.register_step_post_hook(in_real_steps(after_step))
-    calls = model.register_forward_pre_hook(DormantHook(before_pass), with_kwargs=True)
+    in_copy = _TrainedCopy(remedy.name, names[0], module_name(target.sites[0]))
+    hook = _HookWithCopies(before_pass, in_copy)
+    calls = model.register_forward_pre_hook(hook, with_kwargs=True)
     return compose([Handle(calls.remove), Handle(steps.remove)])
+
+
+class _HookWithCopies(DormantHook):
+    """A hook before the passes of a model, in whose deep copies `in_copy` is called. Pickles load without qkeel, and so
+    without a hook."""
+
+    def __init__(self, act: object, in_copy: _TrainedCopy) -> None:
+        super().__init__(act)
+        self._in_copy = in_copy
+
+    def __deepcopy__(self, memo: object) -> _HookWithCopies:
+        in_copy = self._in_copy.fresh()
+        return _HookWithCopies(in_copy.before_pass, in_copy)
+
+
+@final
+class _TrainedCopy:
+    """Says once that a copy of a model is trained without the model's remedy on steps.
+
+    Trained is a copy one of whose weights gets a gradient and is changed after it. Averages of weights and target
+    networks get none, also where their passes are recorded."""
+
+    def __init__(self, remedy: str, weight: str, site: str) -> None:
+        self._remedy, self._weight, self._site = remedy, weight, site
+        self._id: int | None = None
+        self._version: int | None = None
+        self._has_told = False
+
+    def fresh(self) -> _TrainedCopy:
+        """Another copy's, which has seen nothing yet."""
+        return _TrainedCopy(self._remedy, self._weight, self._site)
+
+    def before_pass(self, model: nn.Module, *_: object) -> None:
+        """Called before each pass of the copy."""
+        if self._has_told or not torch.is_grad_enabled() or in_extra_pass():
+            return
+        try:
+            weight = model.get_parameter(self._weight)
+            is_active = self._remedy in active_on(model.get_submodule(self._site))
+        except AttributeError:
+            # A copy whose modules were exchanged.
+            return
+        if is_active or not (weight.is_leaf and weight.requires_grad):
+            return
+        if self._id != id(weight):
+            self._id, self._version = id(weight), None
+            weight.register_post_accumulate_grad_hook(self._note_gradient)
+        elif self._version not in (None, writes_to([weight])):
+            self._has_told = True
+            caution(
+                f"{self._remedy} does not act on a {type(model).__name__} that is trained now: it is a copy of the model "
+                f"that {self._remedy} was applied to, and a copy does not have what acts on an optimizer's steps. Apply it "
+                f'to the copy too: qkeel.apply(copy, "{self._remedy}", optimizer_of_copy)'
+            )
+
+    def _note_gradient(self, weight: Tensor) -> None:
+        # The first time, since a step within the backward pass may come before this.
+        if self._version is None:
+            self._version = writes_to([weight])
 
 
 def changes_of(model: nn.Module) -> dict[nn.Module, tuple[object, ...]]:

@@ -54,7 +54,8 @@ class AtNextPass(Handle):
             partial=partial,
         )
         self._refused = refused
-        self._waits = True
+        #: Whether the model was not called since.
+        self.waits = True
         self._with_state = [
             parsed.name
             for parsed in remedies
@@ -82,20 +83,20 @@ class AtNextPass(Handle):
     def __repr__(self) -> str:
         return (
             f"<Handle of {self.about}: applied when the next pass begins>"
-            if self._waits
+            if self.waits
             else super().__repr__().replace(type(self).__name__, Handle.__name__, 1)
         )
 
     def or_with(self, optimizer: Optimizer) -> None:
         """Adds another optimizer of the model, unless the remedies have already been applied."""
-        if self._waits:
+        if self.waits:
             self._optimizers.append(optimizer)
             self._with_states(reserve)
 
     def _begin(
         self, args: tuple[Any, ...], kwargs: Mapping[str, object], compiled: object
     ) -> None:
-        if not self._waits:
+        if not self.waits:
             return
         # A pass inside `step(closure)`: torch has called the hooks of this step already.
         hooks = {optimizer: hooks_before_step(optimizer) for optimizer in stepping()}
@@ -147,7 +148,7 @@ class AtNextPass(Handle):
         self._refused(error)
 
     def _end_waiting(self, hooks: Mapping[Optimizer, object]) -> None:
-        self._waits = False
+        self.waits = False
         self._passes.remove()
         # During a step torch iterates over its hooks, so `_before_step` removes them later.
         if not hooks:
@@ -158,7 +159,7 @@ class AtNextPass(Handle):
             hook(optimizer, (optimizer,), {})
             self._wait_no_more()
         # A rate of 0 moves no weight: so do programs initialise the state for a checkpoint before they load it.
-        if self._waits and any(group.get("lr", 1) for group in optimizer.param_groups):
+        if self.waits and any(group.get("lr", 1) for group in optimizer.param_groups):
             self.remove()
             self._refuse(
                 RefusedError(
@@ -178,6 +179,6 @@ class AtNextPass(Handle):
         self._with_states(release)
 
     def _wait_no_more(self) -> None:
-        self._waits = False
+        self.waits = False
         for hooks in (self._passes, *self._steps):
             hooks.remove()

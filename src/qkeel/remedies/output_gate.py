@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, nullcontext
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
+from qkeel.capture.example import ModuleCall, undisturbed
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.attention import SpecModule
+from qkeel.patching.forward import extra_pass
 from qkeel.patching.module_forward import InstanceForward, put_in_place
 from qkeel.remedies.added_parameters import add_submodules
 from qkeel.remedies.base import Args, Kwargs, Remedy, Target, compose_all, where
+from qkeel.sites.search_passes import forward
 from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.site_search import traced
 
@@ -209,19 +214,19 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
         )
     query, head = site.terms[0].query[-1], site.n_heads - 1
     trace = target.trace or traced(target.model, *target.batch, expected=True)
-    weight = target.parameter(query.parameter)
-    x = None
+    frame, x = trace.module_call(site), None
     if trace.called.get(id(site.module)) == 1:
-        inputs = trace.module_call(site).inputs
-        x = next((x for x in inputs if x.is_floating_point()), None)
+        x = next((x for x in frame.inputs if x.is_floating_point()), None)
+    weight = frame.line()[-1].module.get_parameter(query.parameter).detach()
+    before, after = (
+        _inputs_of_matrices(frame, site, query.parameter, values)
+        for values in (weight, _turned(weight, query, head))
+    )
     module = a = b = None
     # Modules in the order of their calls, so the first that differs is the projection.
-    changed_inputs = trace.inputs_after(
-        site, {query.parameter: _turned(weight, query, head)}
-    )
-    for after_attention, (before, after) in changed_inputs.items():
-        if _has_matrix(after_attention) and not torch.equal(before, after):
-            module, a, b = after_attention, before, after
+    for path, plain in before.items():
+        if path in after and not torch.equal(plain, after[path]):
+            module, a, b = site.module.get_submodule(path), plain, after[path]
             break
     if (
         module is None
@@ -251,6 +256,46 @@ def _turned(weight: Tensor, query: HeadSlice, head: int) -> Tensor:
     signs = torch.ones(query.n, device=weight.device, dtype=weight.dtype)
     signs[head % query.n] = -1
     return weight * query.expand(signs, weight)
+
+
+def _inputs_of_matrices(
+    frame: ModuleCall, site: AttentionSite, parameter: str, values: Tensor
+) -> dict[str, Tensor]:
+    """Calls a copy of the attention module again, as it was called, with other values of a parameter.
+
+    frame: the call of the copy that makes the attention call.
+
+    Returns: the first inputs of the modules inside the attention module that have a matrix, by path, in the order of
+        their calls.
+    """
+    part = frame.line()[-1].module
+    weight = part.get_parameter(parameter)
+    around, given = next(
+        (x.module, x.given)
+        for x in frame.line()
+        if x.given is not None and any(p is weight for p in x.module.parameters())
+    )
+    inputs: dict[str, Tensor] = {}
+
+    def keep(path: str, _: nn.Module, args: Args) -> None:
+        if args and isinstance(args[0], Tensor):
+            inputs.setdefault(path, args[0].detach().clone())
+
+    with ExitStack() as undo:
+        undo.enter_context(extra_pass(around))
+        # Gives the weight its values back, too.
+        undo.enter_context(undisturbed(around))
+        undo.enter_context(given.as_given())
+        for path, module in part.get_submodule(
+            site.name.partition("#")[0]
+        ).named_modules():
+            if _has_matrix(module):
+                hook = functools.partial(keep, path)
+                undo.callback(module.register_forward_pre_hook(hook).remove)
+        weight.data = values
+        args, kwargs = given.copied(torch.clone)
+        forward(around, nullcontext(), args, kwargs, graph=False, together=False)
+    return inputs
 
 
 def _has_matrix(module: nn.Module) -> bool:

@@ -1,4 +1,7 @@
-"""QK-clip: after each optimizer step, shrinks the weights of heads whose logits exceeded a threshold."""
+"""QK-clip: after each optimizer step, shrinks the weights of heads whose logits exceeded a threshold.
+
+`logit_factors` says which weights, and `head_rows` multiplies them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of remedies, and the parser of their spec strings."""
+"""The table of remedies, and the remedies that a spec string stands for; `options.parse` takes the string apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`qkeel report`: the page of a set of directories."""
+"""`qkeel report`: the page of a set of directories.
+
+`cli.run` writes a study's page again and again while it runs, `cli.run_messages` that of a watched run.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The files in the order in which a search calls them:
 
-    find             find_sites: the example, several models, qkeel's own modules
+    find             find_sites: the example, several models, qkeel's own modules; `qkeel.watch` begins one file below
     site_search      when a module is about to call attention, finds its sites, in a pass of the program's or of qkeel's
     repeated_layers  a module that computes what a known one computes is not read again
     module_copy      otherwise a copy of it runs alone, on a part of its arguments (search_passes)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import distributed as dist
-from qkeel.capture.contents import CONSTANTS, reachable
 from qkeel.capture.example import GivenArguments, ModuleCall, tensors
 from qkeel.capture.readers import unobserved
 from qkeel.capture.user_hooks import is_of_library
 from qkeel.patching.autograd import is_wrapper
+from qkeel.patching.held_objects import CONSTANTS, reachable
 from qkeel.patching.modes import CollectiveMode, without_modes
 from qkeel.patching.module_tables import TABLES, modules_of, parameters_of
 from qkeel.sites.search_passes import saving_unseen

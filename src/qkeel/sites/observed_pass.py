@@ -23,9 +23,8 @@ from qkeel.capture.readers import FLASH_AND_FLEX, FUSED
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.kernels.logits import compiled as logit_pass
 from qkeel.kernels.statistics import CallRows, bounded_maxima
-from qkeel.nn.attention import Observer, RowObserver, SpecModule
+from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import extra_of_another
-from qkeel.patching.guards import in_this_thread
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.spec import AttentionCall
 
@@ -97,13 +96,10 @@ class PassSearch:
 
 
 class ObservedPass:
-    """One observed forward pass. qkeel's own modules report their calls, and a `CaptureMode` observes those of other
-    code. With `kept`, the first call of each site is stored there, and nothing is measured."""
+    """One observed forward pass, whose calls a `CaptureMode` reports and the tap measures."""
 
-    def __init__(
-        self, tap: Tap, kept: dict[str, Seen] | None = None, *, may_train: bool = True
-    ) -> None:
-        self.tap, self.kept = tap, kept
+    def __init__(self, tap: Tap, *, may_train: bool = True) -> None:
+        self.tap = tap
         # Whether it may be trained.
         self.may_train = may_train
         # Attention calls that were measured.
@@ -118,35 +114,27 @@ class ObservedPass:
     def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
         """Observes until `around` is closed; `call` holds the arguments of the model's own call if that has already
         begun."""
-        visit = self.tap.visitor.looking(self.may_train) if self.kept is None else None
+        tap, known = self.tap, self.tap.facts
+        visit = tap.visitor.looking(self.may_train)
         if visit is not None:
             around.callback(visit.remove)
-        spec_modules = self.tap.tree.of_kind(SpecModule)
-        for name, module in spec_modules:
-            assert isinstance(module, SpecModule)
-            observer = self._observer(name)
-            module.observers.append(observer)
-            around.callback(module.observers.remove, observer)
-        tap, known = self.tap, self.tap.facts
-        search = tap.visitor.search() if self.kept is None else None
+        search = tap.visitor.search()
         only_in: Places | None = None
-        if self.kept is None and known.by_caller is None:
+        if known.by_caller is None:
             only_in = {} if tap.own_alone else tap.search.places()
-        if only_in == {} and (spec_modules or tap.own_alone):
-            return
-        if search is not None:
+        if search is not None and only_in != {}:
             only_in = None
         self.watcher = watcher = CaptureMode(
             tap.model,
-            self._foreign,
+            self._take,
             guard=tap.guard,
-            rows=tap.measure_rows is not None and self.kept is None,
+            rows=tap.measure_rows is not None,
             known=known,
+            own=tap.tree.of_kind(SpecModule),
             only_in=only_in,
             search=None if search is None else functools.partial(self._find, search),
         )
-        if self.kept is None:
-            watcher.index = self._index
+        watcher.index = self._index
         if only_in is not None:
             watcher.measure = self._measure
             watcher.wants_logsumexp = tap.threshold is not None
@@ -168,7 +156,7 @@ class ObservedPass:
     def over(self) -> None:
         """Called after the pass to determine the modules in which the next pass is searched."""
         watcher = self.watcher
-        if watcher is None or self.kept is not None:
+        if watcher is None:
             return
         watcher.end()
         if watcher.searches:
@@ -202,20 +190,6 @@ class ObservedPass:
             _, before = self.places.get(name, (module, watch))
             self.places[name] = module, max(before, watch)
 
-    def _observer(self, name: str) -> Observer:
-        see = in_this_thread(functools.partial(self.tap.guard, self._take, name))
-        if self.tap.measure_rows is None or self.kept is not None:
-            return see
-        read = functools.partial(
-            self.tap.guard, self._read, name, self.tap.measure_rows
-        )
-        return RowObserver(see, in_this_thread(read))
-
-    def _read(
-        self, name: str, measure: MeasureRows, call: AttentionCall, rows: KernelRows
-    ) -> None:
-        self._take(name, call, measure=lambda _: measure(call, rows))
-
     def _measure(self, name: str, plain: PlainCall | None, lse: Tensor | None) -> bool:
         """Measures a call of torch's own function from the logsumexps of its rows, which stand for the largest logits of
         heads that they keep under the threshold, or else from q and k; returns whether that was possible."""
@@ -240,42 +214,27 @@ class ObservedPass:
             self.is_local = False
             self.tap.visitor.index(layer, call, self.may_train)
 
-    def _foreign(self, captured: CapturedCall) -> None:
-        if not self.tap.active:
+    def _take(self, captured: CapturedCall) -> None:
+        """Measures one call."""
+        tap, name, call = self.tap, captured.name, captured.call
+        if not tap.active or extra_of_another(tap):
             return
-        if self.watcher is None or self.watcher.whole:
-            self._note_place(captured)
-        self.tap.warn_of_guess(captured)
-        rows, reads, measure = captured.rows, self.tap.measure_rows, None
-        if (
-            rows is not None
-            and reads is not None
-            and isinstance(captured.call, AttentionCall)
-        ):
-            measure = lambda call: reads(call, rows)  # noqa: E731
-        self._take(
-            captured.name,
-            captured.call,
-            captured.frame.name if captured.headless else None,
-            measure,
-        )
-
-    def _take(
-        self,
-        name: str,
-        call: Seen,
-        part_of: str | None = None,
-        measure: MeasureCall | None = None,
-    ) -> None:
-        """Measures one call. If a module computes its heads one by one, `part_of` is the name of its site."""
-        if extra_of_another(self.tap):
+        if captured.how != "module":
+            if self.watcher is None or self.watcher.whole:
+                self._note_place(captured)
+            tap.warn_of_guess(captured)
+        if 0 in call.scores_shape:
+            # As in an expert that received no tokens.
             return
-        if self.kept is not None:
-            self.kept.setdefault(name, call)
-        elif self.tap.active and 0 not in call.scores_shape:
-            stats = (measure or self.tap.measure)(call)
-            if part_of is None:
-                self.tap.visitor.call(name, call, self.may_train)
-            if stats is not None:
-                self.sites.add(name, stats, part_of)
-                self.calls += 1
+        rows, measure_rows = captured.rows, tap.measure_rows
+        if rows is None or measure_rows is None or not isinstance(call, AttentionCall):
+            stats = tap.measure(call)
+        else:
+            stats = measure_rows(call, rows)
+        # If a module computes its heads one by one, their site has its name.
+        part_of = captured.frame.name if captured.headless else None
+        if part_of is None:
+            tap.visitor.call(name, call, self.may_train)
+        if stats is not None:
+            self.sites.add(name, stats, part_of)
+            self.calls += 1

@@ -343,7 +343,7 @@ def sides(
         return []
 
 
-# --- Gradients
+# Gradients that reach one projection only, with norms held constant.
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from qkeel import distributed as dist
 from qkeel.capture.example import tensors
 from qkeel.errors import InvalidValueError
 from qkeel.patching.autograd import without_checkpoints
-from qkeel.patching.guards import DeferredError, Guarded, unguarded
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import buffers_of, modules_of, parameters_of
 from qkeel.patching.sharded_models import gathered, running_stage
@@ -57,7 +56,6 @@ def forward(
     kwargs: Kwargs,
     *,
     graph: bool = True,
-    guard: Guarded = unguarded,
     together: bool | None = None,
 ) -> object:
     """Returns the output of one eager forward pass under the watcher, with gradients unless `graph` is False.
@@ -66,7 +64,6 @@ def forward(
         model, args, kwargs: the model and the arguments of the call.
         watcher: the context that is entered around the call.
         graph: whether gradients are enabled.
-        guard: the guard that calls the readers of the pass; an error that it has deferred is raised after the pass.
         together: whether all processes run the pass; by default, whether the model is split across them.
 
     Raises: ApartError if the pass involves all processes and fails on only some of them.
@@ -74,10 +71,7 @@ def forward(
     together = spread(model) if together is None else together
     try:
         with eagerly(graph=graph, together=together), watcher:
-            output = model(*args, **kwargs)
-        if isinstance(guard, DeferredError):
-            guard.settle()
-        return output
+            return model(*args, **kwargs)
     except Exception as error:
         if together and not isinstance(error, dist.ApartError):
             dist.fail_on_all(SEARCH, error)

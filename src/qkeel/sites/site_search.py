@@ -15,12 +15,12 @@ import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NoReturn, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qkeel import distributed as dist
 from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, Seen
@@ -48,7 +48,6 @@ from qkeel.errors import (
     caution,
 )
 from qkeel.patching.forward import extra_pass
-from qkeel.patching.guards import DeferredError, unguarded
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import modules_of, parameters_in
 from qkeel.patching.torch_state import uncompiled
@@ -62,7 +61,7 @@ from qkeel.sites.module_copy import (
     unnoticed,
 )
 from qkeel.sites.repeated_layers import KnownModule
-from qkeel.sites.search_passes import check_devices, forward, spread, whole_weights
+from qkeel.sites.search_passes import check_devices, forward, whole_weights
 from qkeel.sites.site import (
     AttentionSite,
     HeadSlice,
@@ -579,29 +578,15 @@ class ModelTrace:
         trace = self.traces[site.name]
         return trace.of_part.calls[trace.name][0].frame
 
-    def inputs_after(
-        self, site: AttentionSite, weights: Mapping[str, Tensor]
-    ) -> dict[nn.Module, tuple[Tensor, Tensor]]:
-        """The first inputs, as they were and with other weights, of the modules that run after the attention of a site;
-        see `PartTrace.inputs_after`."""
-        trace = self.traces[site.name]
-        inputs = trace.of_part.inputs_after(trace.name, weights)
-        return {
-            trace.of_module.original(module): pair for module, pair in inputs.items()
-        }
-
     def operands(self, site: str) -> list[tuple[OperandNorms, OperandNorms]]:
         """The operands of every product of a site's first call that was fully observed; none for a site of another pass."""
         trace = self.traces.get(site)
         return [] if trace is None else trace.of_part.operands(trace.name)
 
-    def value_slices(
-        self, of: Container[str] | None = None
-    ) -> dict[str, tuple[HeadSlice, ...] | str]:
-        """The last weights on the path of each site's values [b g s d], or the reason why they are unknown, keyed by
-        site. of: the parameters whose rows are looked for; by default all."""
+    def value_slices(self) -> dict[str, tuple[HeadSlice, ...] | str]:
+        """The last weights on the path of each site's values [b g s d], or the reason why they are unknown, by site."""
         return {
-            name: trace.of_part.value_slices(trace.name, of)
+            name: trace.of_part.value_slices(trace.name)
             for name, trace in self.traces.items()
         }
 
@@ -719,13 +704,7 @@ class _ObservedPass:
 
     def __init__(self, model: nn.Module, search: SiteSearch) -> None:
         self._model, self._search = model, search
-        self.watcher = CaptureMode(
-            model,
-            self._note,
-            # While other processes take part, an error is raised only after the pass.
-            guard=DeferredError() if spread(model) else unguarded,
-            search=self._find,
-        )
+        self.watcher = CaptureMode(model, self._note, search=self._find)
         self.order: dict[str, AttentionSite] = {}
         self._visible: dict[str, VisiblePattern] = {}
         self._unclear: dict[str, str] = {}
@@ -746,7 +725,6 @@ class _ObservedPass:
                 copied(args),
                 copied(kwargs),
                 graph=False,
-                guard=self.watcher.guard,
             )
         except dist.ApartError:
             raise

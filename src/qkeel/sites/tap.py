@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Self
@@ -21,6 +22,7 @@ from qkeel.errors import caution
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
 from qkeel.kernels.statistics import is_over, plain_rows
+from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import ForwardPasses, extra_pass
 from qkeel.patching.guards import FaultGuard
 from qkeel.patching.modes import Args, Kwargs
@@ -280,12 +282,18 @@ class Tap(Handle):
         """Returns the first call of each site in an additional pass with these arguments. The pass runs eagerly and
         without gradients, and with the same random numbers each time, or those that come next if not `is_seeded`; it is
         not counted and changes nothing."""
-        kept: dict[str, Seen] = {}
-        look = ObservedPass(self, kept)
-        self._extra_pass(look, args, kwargs, is_seeded=is_seeded)
-        if look.error is not None:
-            raise look.error
-        return kept
+        calls: dict[str, Seen] = {}
+        watcher = CaptureMode(
+            self.model,
+            lambda captured: calls.setdefault(captured.name, captured.call),
+            guard=self.guard,
+            known=self.facts,
+            own=self.tree.of_kind(SpecModule),
+        )
+        error = self._extra_pass(watcher.look, args, kwargs, is_seeded=is_seeded)
+        if error is not None:
+            raise error
+        return calls
 
     @property
     def facts(self) -> KnownSites:
@@ -340,21 +348,22 @@ class Tap(Handle):
             return
         self._running = running = ObservedPass(self, may_train=may_train)
         if is_compiled or _takes_fast_path(self.tree):
-            self._extra_pass(running, args, kwargs)
+            begin = functools.partial(running.begin, None)
+            running.error = self._extra_pass(begin, args, kwargs)
         else:
             call = (args, kwargs) if self._forwards.model is self.model else None
             running.begin(call, self._forwards.around)
 
     def _extra_pass(
         self,
-        look: ObservedPass,
+        look: Callable[[ExitStack], None],
         args: Args,
         kwargs: Kwargs,
         is_seeded: bool = False,
         random: RandomStreams | None = None,
-    ) -> object:
-        """Makes a pass of the model eagerly and returns its output. `is_seeded` seeds the random generators; `random` puts
-        them back to an earlier state."""
+    ) -> Exception | None:
+        """Makes a pass of the model eagerly, which is observed from `look` on, and returns the error with which it ends.
+        `is_seeded` seeds the random generators; `random` puts them back to an earlier state."""
         with (
             extra_pass(self),
             torch.no_grad(),
@@ -367,11 +376,11 @@ class Tap(Handle):
                 random.restore()
             try:
                 with ExitStack() as around:
-                    look.begin(None, around)
-                    return self.model(*copied(args), **copied(dict(kwargs)))
+                    look(around)
+                    self.model(*copied(args), **copied(dict(kwargs)))
             except Exception as error:
                 # It is not an error of the tap if the model's own pass fails too.
-                look.error = error
+                return error
         return None
 
     def _bounded_pass(
@@ -398,7 +407,8 @@ class Tap(Handle):
                 "the model writes into its inputs, so the logits of one compiled pass that may be over the threshold "
                 "are read from what it left; from the next pass on an additional pass is made first"
             )
-        self._extra_pass(look, args, kwargs, random=held.random)
+        begin = functools.partial(look.begin, None)
+        look.error = self._extra_pass(begin, args, kwargs, random=held.random)
         return look
 
     def _after(self, output: object, failed: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from typing import final
 
 import torch
@@ -21,7 +21,6 @@ from qkeel.capture.example import Caller, ModuleCall, undisturbed
 from qkeel.capture.hand_written import is_projected, reached
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.capture.known_sites import INDEX, layer_of
-from qkeel.capture.user_hooks import hooks_held_back
 from qkeel.capture.visible_pattern import KeyOrigin
 from qkeel.functional.norms import widest
 from qkeel.patching.autograd import nodes_of, variable_of
@@ -46,11 +45,8 @@ from qkeel.sites.site import (
     Sites,
 )
 from qkeel.sites.verify import (
-    ChangedWeights,
-    LogitReader,
     Verification,
     products_of_call,
-    smallest_rerun,
 )
 from qkeel.spec import AttentionCall
 
@@ -134,30 +130,6 @@ class PartTrace:
             verification.site(self.part, site, self.calls.get(site.name, []))
             for site in sites
         ]
-
-    def inputs_after(
-        self, name: str, weights: Mapping[str, Tensor]
-    ) -> dict[nn.Module, tuple[Tensor, Tensor]]:
-        """Runs the module of the site of this name again, as it was and with other weights, by name.
-
-        Returns: the first inputs, in both runs, of the modules without submodules that run after its attention, in the
-            order of their calls.
-        """
-        (site,) = [site for site in self.sites if site.name == name]
-        calls = self.calls[name]
-        readers = [LogitReader(call.call) for call in calls]
-        with extra_pass(self.part), hooks_held_back(self.part):
-            rerun = smallest_rerun(
-                site, calls, readers, ChangedWeights(self.part, site)
-            )
-            with rerun.opened():
-                before = rerun.inputs_after({}, site.module)
-                after = rerun.inputs_after(weights, site.module)
-        return {
-            module: (x, after[path][1])
-            for path, (module, x) in before.items()
-            if path in after
-        }
 
     def with_sites(self, sites: Sequence[AttentionSite]) -> PartTrace:
         """The trace with other sites."""

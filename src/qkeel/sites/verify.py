@@ -28,7 +28,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import final
 
 import torch
@@ -44,7 +44,7 @@ from qkeel.capture.readers import unobserved
 from qkeel.errors import RefusedError, caution
 from qkeel.patching.autograd import nodes_of
 from qkeel.patching.modes import CollectiveMode, push_mode, take_off
-from qkeel.patching.module_tables import modules_of, submodules_of
+from qkeel.patching.module_tables import modules_of
 from qkeel.sites.rows import half_codes
 from qkeel.sites.search_passes import eagerly, forget_casts
 from qkeel.sites.site import AttentionSite, HeadSlice, unique_slices
@@ -225,7 +225,7 @@ class RepeatedCalls:
         recorded: the calls of the site in it.
 
     Attributes:
-        watcher: observes a run, which ends in an EnoughError after the site's last call, unless it runs `to_end`.
+        watcher: observes a run, which ends in an EnoughError after the site's last call.
         calls: those of the run.
     """
 
@@ -249,7 +249,6 @@ class RepeatedCalls:
             key_heads={} if site.key_heads else dict.fromkeys(names, heads),
         )
         self.watcher = CaptureMode(module, self._note, known=known)
-        self.to_end = False
         self.begin()
 
     def begin(self) -> None:
@@ -266,7 +265,7 @@ class RepeatedCalls:
     def _note(self, captured: CapturedCall) -> None:
         if next(self._reported) in self._numbers:
             self.calls.append(captured)
-        if self.are_all_seen and not self.to_end:
+        if self.are_all_seen:
             raise EnoughError
 
 
@@ -320,7 +319,8 @@ class Rerun:
             self._has_run = False
             # What is restored includes the hooks by which the watcher knows the running module.
             try:
-                with restored(self.module) as self._undo:
+                tree = [*modules_of(self.module).values()]
+                with restored(tree) as self._undo:
                     yield
             finally:
                 # Otherwise calls of the last run that were not reported yet would be reported now.
@@ -373,35 +373,6 @@ class Rerun:
             or (self.frame.is_outermost and x.is_floating_point())
             or (x.is_floating_point() and x.ndim > 1 and x.shape[-1] in widths)
         }
-
-    def inputs_after(
-        self, weights: Weights, attention: nn.Module
-    ) -> dict[str, tuple[nn.Module, Tensor]]:
-        """The modules without submodules inside the attention module that run after its attention call, by name, in
-        order, with their first inputs."""
-        inputs: dict[str, tuple[nn.Module, Tensor]] = {}
-        inside = {id(module) for module in attention.modules()}
-        with ExitStack() as undo:
-            for name, module in modules_of(self.frame.module).items():
-                if id(module) not in inside or submodules_of(module):
-                    continue
-
-                def keep(
-                    _: nn.Module,
-                    args: tuple[object, ...],
-                    name: str = name,
-                    module: nn.Module = module,
-                ) -> None:
-                    is_after = self._repeated.are_all_seen
-                    if is_after and args and isinstance(args[0], Tensor):
-                        inputs.setdefault(name, (module, args[0].detach().clone()))
-
-                undo.callback(module.register_forward_pre_hook(keep).remove)
-            args, kwargs = self._given.changed(lambda x: x.detach().clone())
-            self._repeated.to_end = True
-            self._run(args, kwargs, weights)
-            self._repeated.to_end = False
-        return inputs
 
     def _run(
         self, args: tuple[object, ...], kwargs: Mapping[str, object], weights: Weights

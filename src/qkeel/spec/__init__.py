@@ -1,4 +1,13 @@
-"""The specification of attention, which consists of five slots that each hold an object."""
+"""The specification of attention, which consists of five slots that each hold an object.
+
+The files:
+
+    attention            AttentionSpec, the five slots
+    norm, position, rope, logits
+                         what stands in them; slot: their base class
+    presets              published recipes, and the specs of a model's layers
+    call                 one call of attention: q, k, v, the spec and what is visible
+"""
 
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall

@@ -1,4 +1,4 @@
-"""Fits the gains of an inserted norm."""
+"""Fits the gains of an inserted norm: the start, and the descent; `insert` says on what, and in which stages."""
 
 from __future__ import annotations
 

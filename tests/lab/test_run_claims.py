@@ -12,13 +12,13 @@ from qkeel.lab import (
     Execution,
     Grid,
     Watcher,
-    claims,
     execute,
     make_plan,
     run,
+    run_claims,
     run_plan,
 )
-from qkeel.lab.claims import EXPIRY, claimed
+from qkeel.lab.run_claims import EXPIRY, claimed
 from qkeel.records import RunDirectory, RunStatus
 
 GRID = Grid(remedies=["none", "qk_norm"], lrs=[0.1], seeds=[0, 1])
@@ -46,7 +46,7 @@ def test_a_claim_holds_until_it_expires_or_its_process_on_this_machine_ends(
     assert run(tiny(), directory.path).status is RunStatus.DONE
     assert not list(directory.path.glob("claim.*")), "a claim ends with its holder"
     left = RunDirectory(tmp_path / "left")
-    foreign_claim(left, 1).write_text(f"{claims.machine()} 12ab")
+    foreign_claim(left, 1).write_text(f"{run_claims.machine()} 12ab")
     assert run(tiny(), left.path).status is RunStatus.DONE
 
 
@@ -70,7 +70,7 @@ def test_a_process_whose_claim_was_taken_over_writes_nothing_more(tiny, tmp_path
 def test_of_two_that_see_an_expired_claim_one_gets_the_run(tmp_path, monkeypatch):
     directory = RunDirectory(tmp_path / "r")
     foreign_claim(directory, 1, age=EXPIRY + 5)
-    newest, looks = claims._newest, []
+    newest, looks = run_claims._newest, []
 
     def look(run_directory):
         claim = newest(run_directory)
@@ -79,7 +79,7 @@ def test_of_two_that_see_an_expired_claim_one_gets_the_run(tmp_path, monkeypatch
             foreign_claim(run_directory, 2)
         return claim
 
-    monkeypatch.setattr(claims, "_newest", look)
+    monkeypatch.setattr(run_claims, "_newest", look)
     with (
         pytest.raises(RunInUseError, match="in use by another machine"),
         claimed(directory),
@@ -90,7 +90,7 @@ def test_of_two_that_see_an_expired_claim_one_gets_the_run(tmp_path, monkeypatch
 def test_a_holder_gives_signs_of_life_and_keeps_others_of_its_machine_out(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(claims, "HEARTBEAT", 0.01)
+    monkeypatch.setattr(run_claims, "HEARTBEAT", 0.01)
     directory = RunDirectory(tmp_path / "r")
     with claimed(directory) as claim:
         with pytest.raises(RunInUseError), claimed(directory):

@@ -1,4 +1,4 @@
-"""What an output of a model may depend on: packed documents and windows."""
+"""What an output may depend on, for `check(sees=…)`: packed documents and windows."""
 
 from __future__ import annotations
 

@@ -13,7 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import final
 
-from qkeel.errors import DamagedFileError, RunDirectoryError, RunInUseError, caution
+from qkeel.errors import (
+    DamagedFileError,
+    RunDirectoryError,
+    RunInUseError,
+    caution,
+    reported,
+)
 from qkeel.lab.config import RunConfig
 from qkeel.records import RunDirectory, RunStatus
 from qkeel.records.disk import make_directory, remove
@@ -100,8 +106,10 @@ def claimed(run_directory: RunDirectory, wait: float = 0.0) -> Iterator[Claim]:
         RunInUseError: another process trains the run, and on this machine still did after `wait` seconds.
         RunDirectoryError: the directory cannot be written to.
     """
-    # Before the lock: a run on another machine is refused at once, without waiting for a lock on a network disk.
-    _refuse_held(run_directory)
+    advice = ". Choose a writable directory with free space."
+    with reported(f"cannot read {run_directory.path}", advice):
+        # Before the lock: a run on another machine is refused at once, without waiting for a lock on a network disk.
+        _refuse_held(run_directory)
     with run_directory.lock(wait):
         newest = _refuse_held(run_directory)
         claim = Claim(

@@ -1,0 +1,293 @@
+"""Kinds of what a user's program does around a model, drawn by a seed: hooks that collect, and models of numbers.
+
+Each is compared with the same program without qkeel, and with numbers that are computed in float64 without it.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import random
+
+import pytest
+import torch
+from tests.training import warned
+from torch import nn
+from torch.nn import functional as F
+
+import qkeel
+from qkeel.errors import QkeelError, QkeelWarning
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """Attention without a norm, which notes its largest logit of each head in float64."""
+
+    def __init__(self, heads, fused, notes):
+        super().__init__()
+        self.heads, self.fused, self.notes = heads, fused, notes
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (
+            f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
+        scale = q.shape[-1] ** -0.5
+        with torch.no_grad():
+            logits = q.double() @ k.double().mT * scale
+            self.notes.append(logits.amax((0, 2, 3)))
+        y = (
+            F.scaled_dot_product_attention(q, k, v)
+            if self.fused
+            else (q @ k.mT * scale).softmax(-1) @ v
+        )
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+class Store:
+    """What hooks put their features into, as programs keep them."""
+
+    def __init__(self, kind):
+        self.kind = kind
+        self.features = {"deque": collections.deque[torch.Tensor], "by name": dict}.get(
+            kind, list
+        )()
+
+    def keep(self, key, value):
+        if self.kind == "by name":
+            # The name of a call is its number, so a call more is a feature more.
+            self.features[f"{key} {len(self.features)}"] = value
+        elif self.kind == "concatenated":
+            self.features = [*self.features, value]
+        else:
+            self.features.append(value)
+
+    def values(self):
+        features = self.features
+        return [*(features.values() if isinstance(features, dict) else features)]
+
+
+def _register(draw, module, key, store):
+    """A hook of a drawn kind, which keeps what the module has returned or received; returns its handle."""
+    kind = draw.choice(
+        ["after", "keywords", "always", "before", "returned", "in all", "method"]
+    )
+
+    def after(called, args, output):
+        if called is module:
+            store.keep(key, output)
+
+    def with_keywords(called, args, kwargs, output):
+        store.keep(key, output)
+
+    def returned(called, args, output):
+        store.keep(key, output)
+        return output * 1.0
+
+    def before(called, args):
+        store.keep(key, args[0])
+
+    if kind == "before":
+        return module.register_forward_pre_hook(before)
+    if kind == "keywords":
+        return module.register_forward_hook(with_keywords, with_kwargs=True)
+    if kind == "in all":
+        return nn.modules.module.register_module_forward_hook(after)
+    if kind == "always":
+        return module.register_forward_hook(after, always_call=True)
+    if kind == "method":
+        return module.register_forward_hook(functools.partial(after))
+    return module.register_forward_hook(after if kind == "after" else returned)
+
+
+def collected(seed, is_watched):
+    """Losses, the features of each step, and what is wrong with the recorded logits, of a drawn program."""
+    draw = random.Random(f"hooks {seed}")
+    torch.manual_seed(seed)
+    heads, n_layers, fused = (
+        draw.choice([1, 2, 4]),
+        draw.choice([1, 2, 3]),
+        draw.random() < 0.5,
+    )
+    notes: list[torch.Tensor] = []
+    model = nn.Sequential(*(Block(heads, fused, notes) for _ in range(n_layers)))
+    store = Store(draw.choice(["list", "deque", "by name", "concatenated"]))
+    places = draw.sample(
+        [str(i) for i in range(n_layers)] + ["0.q", "0.o", f"{n_layers - 1}.v"],
+        draw.choice([1, 2]),
+    )
+    hooks = [
+        _register(draw, model.get_submodule(place), place, store) for place in places
+    ]
+    use, search = (
+        draw.choice(["sum", "stack", "by index", "last"]),
+        draw.choice(
+            [
+                "watch",
+                "watch",
+                "qk_clip:threshold=1e9",
+                "qk_lr:factor=1",
+                "find",
+                "check",
+                "explain",
+                "maps",
+            ]
+        ),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(seed))
+    monitor = None
+    if is_watched:
+        if search in ("watch", "qk_clip:threshold=1e9", "qk_lr:factor=1"):
+            monitor = qkeel.watch(model, optimizer)
+        if search.startswith("qk_clip") or search == "qk_lr:factor=1":
+            qkeel.apply(model, search, optimizer, batch=draw.choice([x, None]))
+        questions = {
+            "find": qkeel.find_sites,
+            "check": qkeel.check,
+            "explain": qkeel.explain,
+            "maps": qkeel.attention_maps,
+        }
+        if search in questions:
+            questions[search](model, x)
+    losses, counts, wrong = [], [], ""
+    for step in range(3):
+        notes.clear()
+        y = model(x + step)
+        features = store.values()
+        if use == "stack":
+            extra = torch.stack([f.flatten() for f in features]).square().mean()
+        elif use == "sum":
+            extra = sum(f.square().mean() for f in features)
+        else:
+            extra = features[-1 if use == "last" else 0].abs().mean()
+        counts.append((len(features), len(notes)))
+        store.features.clear()
+        optimizer.zero_grad()
+        loss = (y - x.roll(1, 1)).square().mean() + extra
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if monitor is not None:
+            expected = torch.stack(notes[-n_layers:])
+            recorded = torch.as_tensor(monitor.sample.heads["max_logit"]).double()
+            if not torch.allclose(recorded, expected, rtol=1e-5, atol=1e-6):
+                wrong = f"step {step}: {recorded.tolist()} for {expected.tolist()}"
+    if monitor is not None:
+        monitor.remove()
+    for hook in hooks:
+        hook.remove()
+    return f"{search}, {use}, {store.kind}, {places}", losses, counts, wrong
+
+
+def wrong_about_hooks(seed):
+    """What a program with hooks that collect features sees of qkeel, or "" for nothing."""
+    _, losses, counts, _ = collected(seed, is_watched=False)
+    with warned(QkeelWarning) as said:
+        title, watched, counts_watched, wrong = collected(seed, is_watched=True)
+    if (losses, counts) != (watched, counts_watched):
+        return f"{title}: {losses} {counts}, watched {watched} {counts_watched} {said}"
+    return f"{title}: {wrong} {said}" if wrong else ""
+
+
+class Outputs(nn.Module):
+    """Two layers of attention, and outputs of a drawn form."""
+
+    def __init__(self, draw):
+        super().__init__()
+        heads, fused = draw.choice([1, 2, 4]), draw.random() < 0.5
+        self.form = draw.choice(["pooled", "tokens", "channels", "picture", "classes"])
+        self.held = draw.choice(["tensor", "dict", "tuple"])
+        self.read = nn.Linear(3, WIDTH)
+        self.blocks = nn.Sequential(*(Block(heads, fused, []) for _ in range(2)))
+        widths = {"pooled": 1, "tokens": 1, "channels": 3, "picture": 2, "classes": 9}
+        self.write = nn.Linear(WIDTH, widths[self.form])
+
+    def forward(self, x):
+        h = self.blocks(self.read(x))
+        y = self.write(h.mean(1) if self.form == "pooled" else h)
+        if self.form == "picture":
+            y = y.mT.unflatten(2, (2, -1))
+        if self.held == "dict":
+            key = "logits" if self.form == "classes" else "prediction"
+            return {key: y}
+        return (y,) if self.held == "tuple" else y
+
+    def numbers(self, x):
+        y = self(x)
+        if isinstance(y, dict):
+            (y,) = y.values()
+        return y if isinstance(y, torch.Tensor) else y[0]
+
+
+def _distance(model, x, old):
+    """The mean squared error of numbers, or the KL divergence of classes, in float64."""
+    new = model.numbers(x).double()
+    if model.form != "classes":
+        return (new - old).square().mean()
+    p, q = old.log_softmax(-1), new.log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).mean()
+
+
+def wrong_about_retrofit(seed):
+    """What is wrong with a retrofit of a model of numbers or classes, or "" for nothing."""
+    draw = random.Random(f"retrofit {seed}")
+    torch.manual_seed(seed)
+    model = Outputs(draw)
+    x = torch.randn(320, 6, 3)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.q.weight.mul_(draw.choice([3.0, 6.0]))
+    title = f"{seed}: {model.form} in a {model.held}, {model.blocks[0].heads} heads"
+    before = copy.deepcopy(model)
+    with torch.no_grad():
+        old, old_held = (before.numbers(part).double() for part in (x[:256], x[256:]))
+    # The same by gradients of gains alone, on the rows that a retrofit fits.
+    fitted = copy.deepcopy(model)
+    qkeel.apply(fitted, "qk_norm", batch=x)
+    gains = [p for name, p in fitted.named_parameters() if "_norm" in name]
+    optimizer = torch.optim.LBFGS(gains, max_iter=40, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        distance = _distance(fitted, x[:256], old)
+        distance.backward()
+        return distance
+
+    optimizer.step(closure)
+    try:
+        report = qkeel.retrofit(model, "qk_norm", x).report
+    except QkeelError as error:
+        return f"{title}: refused: {error}"
+    with torch.no_grad():
+        expected, changed = (
+            float(_distance(m, x[256:], old_held)) for m in (fitted, model)
+        )
+        spread = float(old_held.var(correction=0))
+    is_classes = model.form == "classes"
+    told = report.gap.kl if is_classes else report.gap.error
+    right = changed if is_classes else changed / spread
+    if told is None or abs(told - right) > 1e-3 * right + 1e-7:
+        return f"{title}: says {told}, and it is {right}"
+    if report.held_out != "64 of 320 sequences":
+        return f"{title}: held out {report.held_out}"
+    if changed > 2 * expected and changed > 1e-4 * (1.0 if is_classes else spread):
+        return f"{title}: changed by {changed}, gains alone can {expected}"
+    return ""
+
+
+@pytest.mark.parametrize("wrong", [wrong_about_hooks, wrong_about_retrofit])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_user_s_program_does_is_right_or_told(wrong, seed):
+    assert not wrong(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [wrong_about_hooks, wrong_about_retrofit])
+@pytest.mark.parametrize("seed", [101, 102, 103])
+def test_more_of_what_a_user_s_program_does_is_right_or_told(wrong, seed):
+    failures = [wrong(1000 * seed + i) for i in range(12)]
+    assert not [x for x in failures if x]
