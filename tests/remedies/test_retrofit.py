@@ -240,15 +240,22 @@ class Regressor(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("outputs", "pooled", "length"), [(1, True, 6), (1, False, 6), (3, False, 4)]
+    ("outputs", "pooled", "length", "kind"),
+    [
+        (1, True, 6, torch.float32),
+        (1, False, 6, torch.bool),
+        (3, False, 4, torch.float32),
+        (3, False, 4, torch.int64),
+        (3, False, 4, torch.bool),
+    ],
 )
 def test_numbers_are_fitted_by_their_squared_error_on_rows_that_were_not_fitted(
-    outputs, pooled, length
+    outputs, pooled, length, kind
 ):
     """Of tokens that are no padding."""
     torch.manual_seed(outputs)
     model, x = Regressor(outputs, pooled), torch.randn(40, 6, 3)
-    mask = (torch.arange(6) < length).float().expand(40, -1)
+    mask = (torch.arange(6) < length).to(kind).expand(40, -1)
     with torch.no_grad():
         model.qkv.weight[:16] *= 6
         old = model(x[32:], mask[32:])

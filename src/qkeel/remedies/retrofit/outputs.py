@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Sequence
 from typing import Literal, final
 
@@ -15,6 +16,8 @@ from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
 from qkeel.remedies.retrofit.report import Gap
 
+_WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+_BESIDE_TOKENS = re.compile("mask|position|type_ids|segment")
 # What the outputs are: scores of classes, compared by KL, or numbers and channels, compared by squared error.
 OutputKind = Literal["classes", "numbers"]
 
@@ -54,8 +57,11 @@ def kind_of_outputs(model: nn.Module, output: Tensor, batch: Arguments) -> Outpu
     if classes == 1 or getattr(config, "problem_type", None) == "regression":
         return "numbers"
     is_labelled = getattr(config, "num_labels", None) == classes
+    args, kwargs = batch
+    # Masks and positions are whole numbers of every token too, but none that a model would predict.
+    named = [x for name, x in kwargs.items() if not _BESIDE_TOKENS.search(name)]
     holds_tokens = any(
-        not x.is_floating_point() and x.ndim >= 2 for x in tensors(batch)
+        x.dtype in _WHOLE_NUMBERS and x.ndim >= 2 for x in tensors((args, named))
     )
     return "classes" if is_labelled or holds_tokens else "numbers"
 
