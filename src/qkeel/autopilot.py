@@ -39,7 +39,7 @@ from qkeel.handle import Handle, State, compose, under
 from qkeel.metrics import Row
 from qkeel.monitor import Cadence, PlannedRates, Sink, thresholds
 from qkeel.monitor.forecast import Forecast
-from qkeel.monitor.history import History, Recording
+from qkeel.monitor.history import History, Recording, thinned
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.rules import (
     WORDS,
@@ -615,6 +615,8 @@ class ActiveRemedies:
 EVERY = 10
 # The fields per head that the policy reads.
 FIELDS = ("max_logit", "capped_max_logit", "logit_spread", "entropy")
+#: What the records in an optimizer's checkpoint take at most, of the monitor and of the policy each: 512 records of 32 heads.
+PACKED_BYTES = 1 << 19
 _OFF = (
     "the autopilot failed and changes nothing further: {}. Remedies that it has applied stay active until remove(); "
     "training continues"
@@ -884,8 +886,19 @@ class Autopilot(Handle):
         }
 
     def _pack(self) -> str:
-        """The state as text, which every checkpoint keeps as one object."""
-        return base64.b64encode(safetensors.torch.save(self._state())).decode()
+        """The state as text, which every checkpoint keeps as one object.
+
+        torch.distributed.checkpoint writes flat states of optimizers with one copy of it for every parameter, so records
+        are thinned to PACKED_BYTES, and of the monitor's, those stay that the default rules read.
+        """
+        state = self._state()
+        for head in ("monitor/journal/records/", "records/"):
+            records = {name: x.numpy() for name, x in under(head, state).items()}
+            if records:
+                records = thinned(records, (*FIELDS, "softmax_gradient"), PACKED_BYTES)
+            state = {name: x for name, x in state.items() if not name.startswith(head)}
+            state |= {f"{head}{name}": torch.tensor(x) for name, x in records.items()}
+        return base64.b64encode(safetensors.torch.save(state)).decode()
 
     def _take(self, packed: object) -> bool:
         """Continues from a state in the optimizer's checkpoint; returns False if there is none."""

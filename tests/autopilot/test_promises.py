@@ -93,6 +93,20 @@ def test_a_resumed_run_goes_on_to_equal_bits_and_equal_events():
         assert second.pilot.events == whole.pilot.events
 
 
+def test_a_checkpoint_of_the_optimizer_stays_small_and_the_run_goes_on(monkeypatch):
+    """Records of many heads are thinned: a state may be written once for every parameter."""
+    monkeypatch.setattr("qkeel.autopilot.PACKED_BYTES", 1000)
+    first, second = run(batch=EXAMPLE).train(0, 16), run(foreign(1), batch=EXAMPLE)
+    saved = first.optimizer.state_dict()
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(saved)
+    packed = saved["param_groups"][0]["qkeel"]["autopilot"]
+    assert len(packed) < 4 / 3 * len(first.pilot.state_dict()["about"]) + 4 * 8000
+    assert acted(second) == acted(first)
+    assert len(second.pilot.recording.history) < len(first.pilot.recording.history)
+    assert second.train(16).pilot.remedies.handles
+
+
 def test_one_line_undoes_all_bit_for_bit():
     within, without = run().train(0, 14), plain()
     assert within.pilot.remedies.handles

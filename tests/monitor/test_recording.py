@@ -9,6 +9,7 @@ from numpy.testing import assert_allclose
 from qkeel.errors import ShapeError
 from qkeel.monitor import Recording
 from qkeel.monitor.forecast import clock
+from qkeel.monitor.history import thinned
 
 LAYERS = ("a", "b")
 
@@ -53,6 +54,29 @@ def test_a_long_recording_keeps_both_ends_an_even_spacing_and_the_clock(
         np.testing.assert_array_equal(seen.heads["max_logit"][:, 0, 0], kept)
     assert len(recording) == 300
     assert len(recording.history) > most // 2
+
+
+def test_a_state_of_few_bytes_continues_with_both_ends_and_the_clock():
+    whole = Recording(LAYERS)
+    for i in range(300):
+        whole.append(
+            {"step": 3 * i, "lr": 0.1 + 0.01 * (i % 7)},
+            {"max_logit": heads_at(i), "entropy": heads_at(-i)},
+        )
+    few = Recording(LAYERS)
+    few.load(thinned(whole.state(), ["max_logit"], 4096))
+    before, after = whole.history, few.history
+    assert after.heads.keys() == {"max_logit"}
+    assert 4096 / 2 < sum(x.nbytes for x in few.state().values()) < 1.1 * 4096
+    assert [*after.steps[:1], *after.steps[-2:]] == [0, 3 * 298, 3 * 299]
+    assert len(few) == len(whole)
+    kept = np.searchsorted(before.steps, after.steps)
+    assert_allclose(
+        clock(after.steps, after.rates),
+        clock(before.steps, before.rates)[kept],
+        rtol=1e-12,
+    )
+    np.testing.assert_array_equal(after.heads["max_logit"][:, 0, 0], kept)
 
 
 def test_records_that_do_not_fit_are_refused_and_leave_no_trace():

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self, final, get_args
 
 import numpy as np
@@ -312,7 +312,7 @@ class Recording:
         return {**columns, "counts": np.array(counts)}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Replaces the records with those of another Recording."""
+        """Replaces the records with those of another Recording, thinned if there are more than this one keeps."""
         self._every, self._seen, self._kept, has_rates = map(int, state["counts"])
         self._has_rates, self._columns = bool(has_rates), {kind: {} for kind in _KINDS}
         for key, records in state.items():
@@ -321,6 +321,9 @@ class Recording:
             if kind in _KINDS:
                 self._add_column(kind, name, records.shape[1:])
                 self._columns[kind][name][: len(records)] = records
+        while self._kept > self._most:
+            self._every *= 2
+            self._keep(_TAIL)
 
     def __len__(self) -> int:
         """The number of appended records, whether they were kept or not."""
@@ -378,3 +381,18 @@ class Recording:
         self._kept = begin + len(rows)
         for column in itertools.chain(*map(dict.values, self._columns.values())):
             column[begin : self._kept] = column[rows]
+
+
+def thinned(
+    state: Mapping[str, np.ndarray], names: Collection[str], n_bytes: int
+) -> dict[str, np.ndarray]:
+    """The state of a Recording with only these numbers of heads, and thinned to about `n_bytes`."""
+    columns = {
+        key: x
+        for key, x in state.items()
+        if not key.startswith("heads:") or key.removeprefix("heads:") in names
+    }
+    record = sum(x[:1].nbytes for key, x in columns.items() if key != "counts")
+    recording = Recording(most=n_bytes // max(record, 1))
+    recording.load(columns)
+    return recording.state()
