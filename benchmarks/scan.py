@@ -102,7 +102,6 @@ def compare(bench: Bench, file: Path, *, cold: bool, what: str) -> None:
     """Prints times and their ratio to reading, by the clock and of the processor, read and scan in turn."""
     cases: Cases = {
         "read": lambda: read(file),
-        "scan, tensors only": lambda: scan(file.parent, heads=False),
         "scan": lambda: scan(file.parent),
     }
     size = file.stat().st_size / 1e9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, final
@@ -63,13 +64,17 @@ class Target:
 
     def parameter(self, name: str) -> nn.Parameter:
         """Returns a parameter of the model by qualified name."""
+        # `get_parameter` asks each module on the way several times, and a remedy asks for hundreds of weights.
         try:
-            return self.model.get_parameter(name)
-        except AttributeError as error:
+            parameter = operator.attrgetter(name)(self.model)
+        except AttributeError:
+            parameter = None
+        if not isinstance(parameter, nn.Parameter):
             raise RefusedError(
                 f"this model has no parameter {name!r}; a weight that is computed by hooks or a parametrization "
                 "cannot be updated or scaled separately. Remove the hook or parametrization first"
-            ) from error
+            )
+        return parameter
 
     def overlap(self, s: HeadSlice, other: HeadSlice) -> bool:
         """True if two slices have a row of one parameter in common, or an entry of one bias."""
