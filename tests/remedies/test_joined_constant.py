@@ -41,3 +41,19 @@ def test_a_constant_over_the_threshold_is_told_once(constant, says):
         assert "head 0, under 15" in told[0]
         assert "joined to q and k" in told[0]
     handle.remove()
+
+
+def test_a_head_that_was_below_zero_may_grow_over_the_threshold_in_one_step():
+    torch.manual_seed(0)
+    model = Shifted(0.0)
+    x, optimizer = torch.randn(4, 1, 32), adamw(model, 1e-6)
+    with torch.no_grad():
+        model.k.weight.copy_(model.q.weight)
+        model.k.weight[:16].mul_(-1)
+    qkeel.apply(model, "qk_clip:threshold=15", optimizer, batch=x)
+    with warned() as caught:
+        step(model, optimizer, x)
+        with torch.no_grad():
+            model.k.weight[:16].mul_(-1)
+        step(model, optimizer, x)
+    assert not [text for text in caught if "does not bring" in text]

@@ -418,7 +418,8 @@ class _Clip:
         """Says once which head stays over the threshold although every step clips it: what its weights do not make, such
         as a constant that is joined to q and k, does not shrink with them."""
         asked, before = self._run_of_clips or (torch.ones_like(row), row)
-        stays = (gamma < 1) & (row > REGROWN * before * asked)
+        # Before its first clip, a head's largest logit may be anything, also negative.
+        stays = (gamma < 1) & (asked < 1) & (row > REGROWN * before * asked)
         self._n_clips += 1
         # The host would wait for a device, so it asks seldom.
         is_read = _readable(row) or self._n_clips % 64 == 0
