@@ -28,6 +28,7 @@ ROOMS = {
         "remedies/test_sharded_weights.py",
     ),
     "distributed": (
+        "between_processes/test_*.py",
         "processes/**/test_*.py",
         "monitor/test_watch_processes.py",
         "remedies/test_processes.py",
