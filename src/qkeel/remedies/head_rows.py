@@ -166,9 +166,14 @@ class HeadRows:
         if not on_host:
             multiply_all(scaled, factors)
             return
+        views: list[Tensor] = []
+        numbers: list[float] = []
         for x, factor in zip(scaled, factors):
-            lines = (factor != 1).nonzero()[:, 0]
-            if len(lines):
-                part = x[lines]
-                multiply_all([part], [factor[lines]])
-                x[lines] = part
+            # Views of the rows that follow each other with the same factor: each head's, or a few heads'.
+            values, counts = factor[:, 0].unique_consecutive(return_counts=True)
+            for view, number in zip(x.split(counts.tolist()), values.tolist()):
+                if number != 1:
+                    views.append(view)
+                    numbers.append(number)
+        if views:
+            multiply_all(views, numbers)
