@@ -46,17 +46,25 @@ Hooks = dict[int, Callable[..., Any]]
 
 
 def hold_hooks_back(
-    modules: Sequence[nn.Module], undo: ExitStack, *, runs_gradient_hooks: bool
+    modules: Sequence[nn.Module],
+    undo: ExitStack,
+    *,
+    runs_gradient_hooks: bool,
+    in_copy: bool,
 ) -> list[Callable[..., Any]]:
-    """Replaces forward hooks of modules that return nothing until `undo` is closed, the user's and those by which
-    libraries record, and all hooks on gradients: those of a search say which rows make which head, and are none of the
-    program's. `runs_gradient_hooks` lets these run, where a step's own gradients are computed again.
+    """Replaces forward hooks of modules that return nothing until `undo` is closed, and all hooks on gradients: those of
+    a search say which rows make which head, and are none of the program's. `runs_gradient_hooks` lets these run, where
+    a step's own gradients are computed again.
+
+    in_copy: whether the modules are a copy of a part of a model. In a whole model, the hooks by which transformers
+        records hidden states run, as a model may compute from them; in a copy they would record for the model's pass.
 
     Returns: the functions of the user's that still run, whose stores are to be put back: hooks that return a value, since
         these change what the model computes, and the modules' forward.
     """
     functions: list[Callable[..., Any]] = []
     held: list[tuple[Hooks, int]] = []
+    needed = _WITH_NEEDED_HOOKS if in_copy else _WITH_NEEDED_HOOKS | {"transformers"}
     tables = [global_hooks()]
     for module in modules:
         if not is_of_library(type(module)):
@@ -64,13 +72,13 @@ def hold_hooks_back(
         tables.append((hooks_before(module), hooks_after(module)))
     for before, after in tables:
         quiet = True
-        for key, hook in _own_hooks(after):
+        for key, hook in _own_hooks(after, needed):
             if returns_nothing(hook):
                 held.append((after, key))
             else:
                 functions.append(hook)
                 quiet = False
-        for key, hook in _own_hooks(before):
+        for key, hook in _own_hooks(before, needed):
             # A hook after forward that changes the output may use what one before it has kept.
             if quiet and returns_nothing(hook) and not _writes_state(hook):
                 held.append((before, key))
@@ -163,12 +171,14 @@ def _records(hook: Callable[..., Any]) -> bool:
 
 def _own_hooks(
     table: Mapping[int, Callable[..., Any]],
+    needed: Collection[str] = frozenset(_WITH_NEEDED_HOOKS),
 ) -> Iterator[tuple[int, Callable[..., Any]]]:
-    """Yields the hooks of a table that a program has put there, with their keys."""
+    """Yields the hooks of a table that a program has put there, with their keys. needed: packages whose hooks are not
+    among them."""
     for key, hook in table.items():
         # A module may be copied in the middle of a pass.
         plain = hook.hook if isinstance(hook, _Unobserved) else hook
-        if not _is_of(_WITH_NEEDED_HOOKS, plain):
+        if not _is_of(needed, plain):
             yield key, plain
 
 
