@@ -1,5 +1,6 @@
 """Models that compute from the hidden states that transformers records by hooks, as LLaVA does."""
 
+import pytest
 import torch
 from tests.training import adamw
 from torch import nn
@@ -8,22 +9,18 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 import qkeel
 
 
+def tower():
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "image_size": 8}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
+    return CLIPVisionModel(CLIPVisionConfig(**sizes, **layers))
+
+
 class Reader(nn.Module):
     """Reads the state before the last layer of a tower."""
 
     def __init__(self):
         super().__init__()
-        self.tower = CLIPVisionModel(
-            CLIPVisionConfig(
-                hidden_size=16,
-                intermediate_size=16,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                image_size=8,
-                patch_size=4,
-            )
-        )
-        self.write = nn.Linear(16, 4)
+        self.tower, self.write = tower(), nn.Linear(16, 4)
 
     def forward(self, x):
         states = self.tower(x, output_hidden_states=True).hidden_states
@@ -41,3 +38,19 @@ def test_a_search_after_the_hooks_were_put_finds_the_layers_and_a_watched_pass_r
         watched.backward()
     assert torch.equal(before, watched)
     assert torch.equal(before, model(x))
+
+
+@pytest.mark.parametrize("begins_recorded", [False, True])
+def test_a_part_that_is_searched_in_a_pass_adds_nothing_to_what_the_model_records(
+    begins_recorded,
+):
+    torch.manual_seed(0)
+    model, x = tower(), torch.randn(2, 3, 8, 8)
+    if begins_recorded:
+        model(x, output_hidden_states=True)
+    part = model.get_submodule("encoder")
+    handle = qkeel.apply(part, "softcap:cap=50", adamw(part, 0.0))
+    recorded = model(x, output_hidden_states=True).hidden_states
+    handle.remove()
+    states = model(x, output_hidden_states=True).hidden_states
+    assert [y.shape for y in recorded] == [y.shape for y in states]

@@ -384,18 +384,15 @@ def undisturbed(
     weights: bool = True,
     modules: bool = True,
     runs_gradient_hooks: bool = False,
-    in_copy: bool = False,
 ) -> Iterator[Undo]:
     """A context that restores what a forward pass changes (see `restored`), and in which the user's hooks that return
-    nothing don't run, nor those on gradients (see `hold_hooks_back`). in_copy: whether the model is a copy of a part.
+    nothing don't run, nor those on gradients (see `hold_hooks_back`).
 
     The context yields a function that restores this state, for use between two passes.
     """
     tree = [*modules_of(model).values()]
     with ExitStack() as undo:
-        functions = hold_hooks_back(
-            tree, undo, runs_gradient_hooks=runs_gradient_hooks, in_copy=in_copy
-        )
+        functions = hold_hooks_back(tree, undo, runs_gradient_hooks=runs_gradient_hooks)
         yield undo.enter_context(
             restored(tree, functions, weights=weights, modules=modules)
         )

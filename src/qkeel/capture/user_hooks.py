@@ -34,6 +34,8 @@ _LIBRARIES = _WITH_NEEDED_HOOKS | {
     *("transformers", "lightning", "lightning_fabric", "pytorch_lightning"),
     *("diffusers", "timm"),
 }
+# Where transformers keeps the collector of the pass that is running. If a version has none, its hooks are held back.
+_RECORDER = "transformers.utils.output_capturing"
 # Methods that change their object and return None.
 _RETURN_NOTHING = {
     *("append", "appendleft", "extend", "add", "update", "insert", "clear", "remove"),
@@ -50,21 +52,24 @@ def hold_hooks_back(
     undo: ExitStack,
     *,
     runs_gradient_hooks: bool,
-    in_copy: bool,
 ) -> list[Callable[..., Any]]:
     """Replaces forward hooks of modules that return nothing until `undo` is closed, and all hooks on gradients: those of
     a search say which rows make which head, and are none of the program's. `runs_gradient_hooks` lets these run, where
     a step's own gradients are computed again.
 
-    in_copy: whether the modules are a copy of a part of a model. In a whole model, the hooks by which transformers
-        records hidden states run, as a model may compute from them; in a copy they would record for the model's pass.
+    The hooks by which transformers records hidden states run, as a model may compute from them (LLaVA does). What they
+    see is recorded for the models of this pass alone, and not for one whose pass is running around it.
 
     Returns: the functions of the user's that still run, whose stores are to be put back: hooks that return a value, since
         these change what the model computes, and the modules' forward.
     """
     functions: list[Callable[..., Any]] = []
     held: list[tuple[Hooks, int]] = []
-    needed = _WITH_NEEDED_HOOKS if in_copy else _WITH_NEEDED_HOOKS | {"transformers"}
+    needed = _WITH_NEEDED_HOOKS
+    collector = getattr(sys.modules.get(_RECORDER), "_active_collector", None)
+    if collector is not None:
+        needed = needed | {"transformers"}
+        undo.callback(collector.reset, collector.set(None))
     tables = [global_hooks()]
     for module in modules:
         if not is_of_library(type(module)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import final
@@ -171,9 +172,8 @@ class HeadRows:
         for x, factor in zip(scaled, factors):
             # Views of the rows that follow each other with the same factor: each head's, or a few heads'.
             values, counts = factor[:, 0].unique_consecutive(return_counts=True)
-            for view, number in zip(x.split(counts.tolist()), values.tolist()):
-                if number != 1:
-                    views.append(view)
-                    numbers.append(number)
+            is_scaled = (values != 1).tolist()
+            views += itertools.compress(x.split(counts.tolist()), is_scaled)
+            numbers += itertools.compress(values.tolist(), is_scaled)
         if views:
             multiply_all(views, numbers)

@@ -105,7 +105,7 @@ class KnownModule:
             extra_pass(copied),
             torch.inference_mode(False),
             # Weights, buffers and attributes are the copy's.
-            undisturbed(copied, weights=False, modules=False, in_copy=True),
+            undisturbed(copied, weights=False, modules=False),
             self._given.as_given(),
             suppress(EnoughError),
         ):

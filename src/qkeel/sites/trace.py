@@ -193,11 +193,7 @@ def traced_part(
         verification: verifies its sites, if they are verified.
         shared: the names of weights that other parts of the model have too.
     """
-    with (
-        extra_pass(part),
-        torch.inference_mode(False),
-        undisturbed(part, in_copy=True) as undo,
-    ):
+    with extra_pass(part), torch.inference_mode(False), undisturbed(part) as undo:
         reading = _Reading(part, verifies=verification is not None)
         reading.run(args, kwargs)
         watcher, sites = reading.watcher, reading.sites_in_order()
