@@ -66,8 +66,12 @@ def test_a_scan_prints_layers_heads_and_tensors_as_asked(checkpoint, asked):
     assert lines["--tensors"] >= lines[""] + 4 * LAYERS
     code, text, _ = asked("scan", checkpoint, "--json")
     assert (code, json.loads(text)) == (0, as_json(scan(checkpoint)))
-    code, text, _ = asked("scan", checkpoint, "--n-heads", 4, "--json")
-    assert json.loads(text) != as_json(scan(checkpoint))
+    (checkpoint / "config.json").unlink()
+    for flags, n_sites in (((), LAYERS), (("--n-kv-heads", 2), 0)):
+        _, text, _ = asked("scan", checkpoint, "--n-heads", 4, *flags, "--json")
+        sites = json.loads(text)["sites"]
+        # Two key heads of two rows each are not eight rows.
+        assert [site["n_heads"] for site in sites] == [4] * n_sites
 
 
 def test_a_weight_that_is_not_finite_is_exit_code_1(checkpoint, asked):
