@@ -33,7 +33,6 @@ from qkeel.functional.statistics import (
     by_class,
     extreme_rows,
     logit_rows,
-    merge,
     no_product_rows,
     product_rows,
     reduce_fields,
@@ -133,16 +132,19 @@ def max_stats(call: LogitCall) -> LogitStats:
         if fields is not None:
             return extreme_stats(*fields, counted=call.query_mask)
     q, k = call.encoded()
-    # Without keys there is no block.
-    empty = q.new_full((*q.shape[:2], 1), -torch.inf)
-    stats = extreme_stats(empty, -empty, empty)
+    blocks: list[tuple[Tensor, ...]] = []
     for rows, keys in _blocks(call):
         z, visible_keys = _logits(call, q, k, rows, keys)
         entering = _entering(call, z, q, k, rows, keys, visible_keys)
-        of_rows = extreme_rows(z, visible_keys, z if entering is None else entering)
-        counted = None if call.query_mask is None else call.query_mask[:, rows]
-        stats = merge(stats, extreme_stats(*of_rows, counted=counted))
-    return stats
+        blocks.append(
+            extreme_rows(z, visible_keys, z if entering is None else entering)
+        )
+    if not blocks:
+        # Without keys.
+        empty = q.new_full((*q.shape[:2], 1), -torch.inf)
+        return extreme_stats(empty, -empty, empty)
+    of_rows = [torch.cat(field, -1) for field in zip(*blocks)]
+    return extreme_stats(*of_rows, counted=call.query_mask)
 
 
 class CallRows(NamedTuple):
