@@ -529,10 +529,10 @@ class CaptureMode(CallObserver):
             return
         self._find(top)
         site = name_of(top.name, top.calls)
-        known, layout, added = self.known.key_heads.get(site), None, None
+        n_heads, layout, added = self.known.key_heads.get(site), None, None
         if name == _SDPA:
             q, mask = arguments["query"], arguments["attn_mask"]
-            heads = _configured_heads(top.module, q) if known is None else known[0]
+            heads = _configured_heads(top.module, q) if n_heads is None else n_heads[0]
             packed = unpacked(arguments, heads) if heads else None
             if packed is not None:
                 arguments = packed
@@ -559,7 +559,7 @@ class CaptureMode(CallObserver):
             return
         # With fewer key heads, no head is repeated, and the comparison would wait for the device.
         if call.k.shape[1] == call.q.shape[1]:
-            k = fewest_keys(call.k) if known is None else known_keys(known, call.k)
+            k = fewest_keys(call.k) if n_heads is None else known_keys(n_heads, call.k)
             call = call if k is call.k else dataclasses.replace(call, k=k)
         reported = self._saw(top, name, call, layout, added, rows)
         if reported is not None and name == _SDPA:
@@ -571,9 +571,9 @@ class CaptureMode(CallObserver):
 
     def _find(self, frame: ModuleCall, *, chooses: bool = False) -> None:
         if self._search is not None and not self._elsewhere(frame):
-            known = self._search(frame, chooses=chooses)
-            if known is not None:
-                self.know(known)
+            facts = self._search(frame, chooses=chooses)
+            if facts is not None:
+                self.know(facts)
 
     def _added(
         self, top: ModuleCall, mask: Tensor | None, layout: HeadLayout | None

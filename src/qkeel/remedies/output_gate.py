@@ -224,9 +224,9 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
     )
     module = a = b = None
     # Modules in the order of their calls, so the first that differs is the projection.
-    for path, plain in before.items():
-        if path in after and not torch.equal(plain, after[path]):
-            module, a, b = site.module.get_submodule(path), plain, after[path]
+    for path, received in before.items():
+        if path in after and not torch.equal(received, after[path]):
+            module, a, b = site.module.get_submodule(path), received, after[path]
             break
     if (
         module is None
@@ -268,9 +268,9 @@ def _inputs_of_matrices(
     Returns: the first inputs of the modules inside the attention module that have a matrix, by path, in the order of
         their calls.
     """
-    part = frame.line()[-1].module
-    weight = part.get_parameter(parameter)
-    around, given = next(
+    copied = frame.line()[-1].module
+    weight = copied.get_parameter(parameter)
+    runner, arguments = next(
         (x.module, x.given)
         for x in frame.line()
         if x.given is not None and any(p is weight for p in x.module.parameters())
@@ -282,19 +282,19 @@ def _inputs_of_matrices(
             inputs.setdefault(path, args[0].detach().clone())
 
     with ExitStack() as undo:
-        undo.enter_context(extra_pass(around))
+        undo.enter_context(extra_pass(runner))
         # Gives the weight its values back, too.
-        undo.enter_context(undisturbed(around))
-        undo.enter_context(given.as_given())
-        for path, module in part.get_submodule(
+        undo.enter_context(undisturbed(runner))
+        undo.enter_context(arguments.as_given())
+        for path, module in copied.get_submodule(
             site.name.partition("#")[0]
         ).named_modules():
             if _has_matrix(module):
                 hook = functools.partial(keep, path)
                 undo.callback(module.register_forward_pre_hook(hook).remove)
         weight.data = values
-        args, kwargs = given.copied(torch.clone)
-        forward(around, nullcontext(), args, kwargs, graph=False, together=False)
+        args, kwargs = arguments.copied(torch.clone)
+        forward(runner, nullcontext(), args, kwargs, graph=False, together=False)
     return inputs
 
 

@@ -85,9 +85,9 @@ class PassSearch:
             places = None
         if places is not None:
             is_same_model = self._modules is tree.named()
-            known = self._places if is_same_model and self._places else {}
-            for name, (module, watch) in {**known, **places}.items():
-                _, earlier = known.get(name, (module, watch))
+            former = self._places if is_same_model and self._places else {}
+            for name, (module, watch) in {**former, **places}.items():
+                _, earlier = former.get(name, (module, watch))
                 places[name] = module, max(watch, earlier, self._least)
         self._places, self._modules = places, tree.named()
         self.inside = [
@@ -114,13 +114,13 @@ class ObservedPass:
     def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
         """Observes until `around` is closed; `call` holds the arguments of the model's own call if that has already
         begun."""
-        tap, known = self.tap, self.tap.facts
+        tap, facts = self.tap, self.tap.facts
         visit = tap.visitor.looking(self.may_train)
         if visit is not None:
             around.callback(visit.remove)
         search = tap.visitor.search()
         only_in: Places | None = None
-        if known.by_caller is None:
+        if facts.by_caller is None:
             only_in = {} if tap.own_alone else tap.search.places()
         if search is not None and only_in != {}:
             only_in = None
@@ -129,7 +129,7 @@ class ObservedPass:
             self._take,
             guard=tap.guard,
             rows=tap.measure_rows is not None,
-            known=known,
+            known=facts,
             own=tap.tree.of_kind(SpecModule),
             only_in=only_in,
             search=None if search is None else functools.partial(self._find, search),
