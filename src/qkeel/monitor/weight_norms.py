@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from qkeel import distributed as dist
 from qkeel.distributed.layout import counted, local
 from qkeel.distributed.sharding import local_block
 from qkeel.functional.bounds import interaction_norm, spectrum, step_products
 from qkeel.functional.norms import wide, widest
 from qkeel.monitor.numbers import Number, NumberKey, Numbers
-from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.guards import without_gradients
 from qkeel.patching.module_tables import ModuleTree
 from qkeel.sites.site import AttentionSite, HeadSlice, unique_slices
 
-# Entries of the weights of sites that are read as one tensor: 16 MB in float32.
-_TOGETHER = 1 << 22
-# A map of it calls no function of Python.
-_GRADIENT = operator.attrgetter("grad")
 # The weights of one term on the path of q or k.
 Chain = tuple[HeadSlice, ...]
 # The rows of each head [n r m].
@@ -46,7 +38,7 @@ def last_weights(chains: Sequence[Chain]) -> list[HeadSlice]:
 
 
 def matrix(chains: Sequence[Chain], rows: RowsOfHeads) -> Tensor:
-    """Stacks the products of all terms [… heads R m], so that their sum of products is one product.
+    """Stacks the products of all terms [heads R m], so that their sum of products is one product.
 
     Inputs of unequal width, such as MLA's normed latent and the tokens, get columns of
     their own, because they share nothing.
@@ -74,23 +66,14 @@ def matrix(chains: Sequence[Chain], rows: RowsOfHeads) -> Tensor:
 
 
 def frobenius_norm(parts: Sequence[Tensor], site: AttentionSite) -> Tensor:
-    """The Frobenius norm [… h] of each query head's rows [… n r m] of several weights as one matrix."""
-    norms = [
-        per_query_head(
-            site, torch.linalg.vector_norm(x, dim=(-2, -1), dtype=wide(x.dtype)), -1
-        )
-        for x in parts
-    ]
+    """The Frobenius norm [h] of each query head's rows [n r m] of several weights as one matrix."""
+    norms = []
+    for x in parts:
+        norm = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=wide(x.dtype))
+        norms.append(site.per_query_head(norm))
     if len(norms) == 1:
         return norms[0]
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
-
-
-def per_query_head(site: AttentionSite, x: Tensor, dim: int) -> Tensor:
-    """Expands the values for each head of a weight, along a dimension, to the query heads that use these heads."""
-    if x.shape[dim] == site.n_heads and site.key_heads is None:
-        return x
-    return site.per_query_head(x.movedim(dim, 0)).movedim(0, dim)
 
 
 @final
@@ -143,126 +126,83 @@ def row_axis(head_slice: HeadSlice, p: Tensor) -> int:
 
 
 @final
-class _AlikeSites:
-    """Sites whose weights have the same shapes, and are read together as one tensor along their rows; or one site,
-    whose weights may be split across processes.
+class _SiteWeights:
+    """The weights of a site, which may be split across processes.
 
     Attributes:
-        site: the first site, whose structure all have.
-        names: the names of the sites.
+        site: the site.
+        is_split: whether a process holds only parts of the weights.
         has_products: whether the weights are matrices that are multiplied one after the other.
-        complete: of a site that is split, whether the weights of each query head are all here [1 h]; None for all.
     """
 
     def __init__(
         self,
-        sites: Sequence[AttentionSite],
+        site: AttentionSite,
         parameters: Mapping[str, Tensor],
         counts: Callable[[Tensor], bool],
     ) -> None:
-        self.site, self.names = sites[0], tuple([site.name for site in sites])
-        self._sides, self._lasts = chains_of(self.site), _lasts(self.site)
-        # The weights of all sites and their rows, by the slice of the first site.
-        self._weights: dict[HeadSlice, list[Tensor]] = {}
-        self._rows: dict[HeadSlice, HeldRows] = {}
-        for of_sites in zip(*map(_slices, sites), strict=True):
-            first, p = of_sites[0], parameters[of_sites[0].parameter]
-            self._weights[first] = [parameters[x.parameter] for x in of_sites]
-            joint = first
-            if len(sites) > 1:
-                n_rows = p.shape[row_axis(first, p)]
-                indices = [x.index + i * n_rows for i, x in enumerate(of_sites)]
-                joint = dataclasses.replace(first, index=torch.cat(indices))
-            self._rows[first] = HeldRows(joint, p, counts(p))
+        self.site, self._sides = site, chains_of(site)
+        self._weights = {x: parameters[x.parameter] for x in slices_of(site)}
+        self._rows = {x: HeldRows(x, p, counts(p)) for x, p in self._weights.items()}
         self.is_split = any(x.held is not None for x in self._rows.values())
-        self.has_products = _has_products(self.site, parameters)
-        # The norm of a stored weight is not that of the weight computed from it, but its gradient is its own.
-        self._has_norms = not self.site.reparametrised
-        # The root of the number of entries of a head; a process may hold some of the columns only.
-        self._root_sizes: dict[str, float] = {}
-        for side, lasts in self._lasts.items():
-            size = 0
-            for last in lasts:
-                p = self._weights[last][0]
-                size += last.index.shape[1] * p.numel() // p.shape[row_axis(last, p)]
-            self._root_sizes[side] = size**0.5
-        self.complete: Tensor | None = None
-        p = parameters[self.site.query[0].parameter]
+        self.has_products = _has_products(site, self._weights)
+        # Whether the weights of each query head are all here [h].
+        complete = torch.ones(site.n_heads, dtype=torch.bool)
         if self.is_split and self.has_products:
-            complete = torch.ones(self.site.n_heads, dtype=torch.bool)
             for head_slice, rows in self._rows.items():
-                complete &= rows.complete[self.site.used(head_slice.n)]
-            self.complete = complete.to(p.device)[None]
+                complete &= rows.complete[site.used(head_slice.n)]
+        self._complete = complete.to(next(iter(self._weights.values())).device)
 
-    def read(self) -> tuple[dict[str, Tensor | Number], dict[HeadSlice, Tensor]]:
-        """Returns the norms of weights and gradients by name, and the rows [sites n r m] of the weights of each slice."""
+    def read(self) -> tuple[dict[str, Tensor | Number], list[Tensor]]:
+        """Returns the norms of weights and gradients by name, and the Gram matrices [h R R] of the query and the key side
+        in float32 or wider, if there are products."""
+        rows = {x: self._rows[x].of(p) for x, p in self._weights.items()}
         numbers: dict[str, Tensor | Number] = {}
-        rows: dict[HeadSlice, Tensor] = {}
-        for first, weights in self._weights.items():
-            rows[first] = self._rows_of(first, weights)
-        for side, lasts in self._lasts.items():
-            if self._has_norms:
-                norm = self._norm(lasts, [rows[x] for x in lasts])
+        grams = []
+        for side, chains in self._sides.items():
+            lasts = last_weights(chains)
+            # The norm of a stored weight is not that of the weight computed from it, but its gradient is its own.
+            if not self.site.reparametrised:
+                norm = self._norm({x: rows[x] for x in lasts})
                 numbers[f"{side}_weight_norm"] = norm
-            of_gradients, is_any = [], False
-            for last in lasts:
-                gradients = [*map(_GRADIENT, self._weights[last])]
-                for i, weight in enumerate(self._weights[last]):
-                    if gradients[i] is None:
-                        # Layers that are frozen, or that no gradient has reached in this step, have NaN.
-                        nan = weight.detach().new_full((), torch.nan)
-                        gradients[i] = nan.expand(weight.shape)
-                    else:
-                        is_any = True
-                of_gradients.append((last, gradients))
-            if not is_any:
-                continue
-            parts = [self._rows_of(*of_weight) for of_weight in of_gradients]
-            rms = self._norm(lasts, parts, self._root_sizes[side])
-            numbers[f"{side}_grad_rms"] = rms
-        return numbers, rows
+            if any([self._weights[x].requires_grad for x in lasts]):
+                numbers[f"{side}_grad_rms"] = self._gradient_rms(lasts)
+            if self.has_products:
+                x = matrix(chains, lambda x: rows[x].to(wide(rows[x].dtype)))
+                # `@` calls five operators around the same product.
+                grams.append(self.site.per_query_head(torch.bmm(x, x.mT)))
+        return numbers, grams
 
-    def _rows_of(self, first: HeadSlice, tensors: list[Tensor]) -> Tensor:
-        """The rows [sites n r m] of each head of the weights of all sites, or of their gradients."""
-        if len(tensors) == 1:
-            return self._rows[first].of(tensors[0])[None]
-        joint = torch.cat(tensors, row_axis(first, tensors[0]))
-        rows = self._rows[first].of(joint)
-        return rows.reshape(len(tensors), -1, *rows.shape[1:])
+    def _gradient_rms(self, lasts: Sequence[HeadSlice]) -> Tensor | Number:
+        gradients, n_entries = {}, 0
+        for last in lasts:
+            p = self._weights[last]
+            # NaN where no gradient has reached a weight in this step.
+            gradient = torch.full_like(p, torch.nan) if p.grad is None else p.grad
+            gradients[last] = self._rows[last].of(gradient)
+            # Of a head; a process may hold some of the columns only.
+            n_entries += last.index.shape[1] * p.numel() // p.shape[row_axis(last, p)]
+        return self._norm(gradients, n_entries**0.5)
 
     def _norm(
-        self,
-        lasts: Sequence[HeadSlice],
-        rows: Sequence[Tensor],
-        root_size: float | None = None,
+        self, rows: Mapping[HeadSlice, Tensor], root_size: float = 1.0
     ) -> Tensor | Number:
-        """The Frobenius norm of the heads' rows [sites n r m] of several tensors, over the root of their number of
-        entries for a root mean square. Squares of parts add up over the processes."""
-        counted = rows
-        if self.is_split:
-            counted = [x for last, x in zip(lasts, rows) if self._rows[last].counts]
+        """The Frobenius norm of the heads' rows [n r m] of several tensors, over the root of their number of entries for
+        a root mean square. Squares of parts add up over the processes."""
+        counted = [x for last, x in rows.items() if self._rows[last].counts]
+        if not self.is_split:
+            counted = [*rows.values()]
         # Where no part counts, the norm of all parts keeps the shape; `Number` below leaves it out of the sum.
-        norm = frobenius_norm(counted or rows, self.site)
-        norm = norm if root_size is None else norm / root_size
+        norm = frobenius_norm(counted or [*rows.values()], self.site) / root_size
         if not self.is_split:
             return norm
         return Number(norm.to(widest(norm.device)), len(counted), "root", "weights")
 
-    def grams(self, rows: Mapping[HeadSlice, Tensor]) -> list[Tensor]:
-        """The Gram matrices [sites·heads R R] of the query and the key side, in float32 or wider."""
-
-        def weight(head_slice: HeadSlice) -> Tensor:
-            x = rows[head_slice]
-            return x.to(wide(x.dtype))
-
-        sides = []
-        for chains in self._sides.values():
-            x = matrix(chains, weight)
-            # `@` calls five operators around the same product.
-            gram = torch.bmm(x.flatten(0, 1), x.flatten(0, 1).mT)
-            gram = per_query_head(self.site, gram.unflatten(0, x.shape[:2]), 1)
-            sides.append(gram.flatten(0, 1))
-        return sides
+    def spectral(self, norm: Tensor) -> Tensor | Number:
+        """The singular values [h] as far as this process knows them."""
+        if not self.is_split:
+            return norm
+        return Number(norm, self._complete, of="weights")
 
 
 @final
@@ -285,55 +225,21 @@ class WeightNorms:
             one another.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sites: Sequence[AttentionSite],
-    ) -> None:
+    def __init__(self, model: nn.Module, sites: Sequence[AttentionSite]) -> None:
         parameters = dict(model.named_parameters())
         self._tree = ModuleTree(model)
         self._modules = self._tree.named()
         # Each weight with the table of its module and its name there.
         self._held: list[tuple[Mapping[str, Tensor | None], str, Tensor]] = []
-        for name in {x.parameter for site in sites for x in _slices(site)}:
+        for name in {x.parameter for site in sites for x in slices_of(site)}:
             owner, _, leaf = name.rpartition(".")
             table = model.get_submodule(owner)._parameters
             self._held.append((table, leaf, parameters[name]))
         counts = counted(model)
-        # By the shapes of their weights, whose sites are read by a few operators for all.
-        alike: dict[object, list[AttentionSite]] = {}
-        for site in sites:
-            if not site.terms:
-                continue
-            slices, weights = _slices(site), _weights(site, parameters)
-            # A site that is split is read for itself, and so are convolutions and weights that refuse operators.
-            is_alone = any(
-                dist.is_split(p) or p.ndim > 2 or is_wrapper(p) for p in weights
-            )
-            shapes = [
-                (x.index.shape, p.shape, p.dtype, p.device, x.axis)
-                for x, p in zip(slices, weights)
-            ]
-            chain_lengths = [
-                len(x) for chains in chains_of(site).values() for x in chains
-            ]
-            lasts = [slices.index(x) for x in itertools.chain(*_lasts(site).values())]
-            heads = site.n_heads, site.n_kv_heads, site.key_heads
-            facts = _has_products(site, parameters), site.reparametrised
-            form = (*shapes, *chain_lengths, *lasts, *heads, *facts)
-            alike.setdefault((*form, site.name if is_alone else ""), []).append(site)
-        self._groups: list[_AlikeSites] = []
-        self.multiplied: list[AttentionSite] = []
-        for members in alike.values():
-            n_entries = sum([p.numel() for p in _weights(members[0], parameters)])
-            # Of a few million entries at most, so that large weights are not copied.
-            n = max(1, _TOGETHER // max(1, n_entries))
-            for i in range(0, len(members), n):
-                group = _AlikeSites(members[i : i + n], parameters, counts)
-                self._groups.append(group)
-                if group.has_products and not group.is_split:
-                    self.multiplied += members[i : i + n]
-        self.multiplied.sort(key=sites.index)
+        self._sites = [_SiteWeights(x, parameters, counts) for x in sites if x.terms]
+        self.multiplied = [
+            x.site for x in self._sites if x.has_products and not x.is_split
+        ]
 
     def is_outdated(self) -> bool:
         """Whether a weight has another place or a module has changed, as by `load_state_dict(assign=True)`, adapters,
@@ -348,29 +254,23 @@ class WeightNorms:
         part."""
         numbers: dict[NumberKey, Tensor | Number] = {}
         # Heads of one size are decomposed together, because each call is expensive.
-        by_shape: dict[object, list[tuple[_AlikeSites, list[Tensor]]]] = {}
-        for group in self._groups:
-            norms, rows = group.read()
-            numbers |= {(group.names, name): x for name, x in norms.items()}
-            if group.has_products:
-                grams = group.grams(rows)
-                query, key = grams
-                form = (query.shape[-1], key.shape[-1], query.dtype, query.device)
-                by_shape.setdefault(form, []).append((group, grams))
+        by_shape: dict[object, list[tuple[_SiteWeights, list[Tensor]]]] = {}
+        for weights in self._sites:
+            norms, grams = weights.read()
+            numbers |= {(weights.site.name, name): x for name, x in norms.items()}
+            if grams:
+                shapes = [(x.shape[-1], x.dtype, x.device) for x in grams]
+                by_shape.setdefault(tuple(shapes), []).append((weights, grams))
         for of_shape in by_shape.values():
             queries, keys = zip(*[grams for _, grams in of_shape])
             values = interaction_norm(torch.cat(queries), torch.cat(keys))
-            for (group, _), of_group in zip(
-                of_shape, values.split([*map(len, queries)])
-            ):
-                spectral: Tensor | Number = of_group.view(len(group.names), -1)
-                if group.complete is not None:
-                    spectral = Number(spectral, group.complete, of="weights")
-                numbers[group.names, "qk_spectral_norm"] = spectral
+            sizes = [*map(len, queries)]
+            for (weights, _), norm in zip(of_shape, values.split(sizes)):
+                numbers[weights.site.name, "qk_spectral_norm"] = weights.spectral(norm)
         return numbers
 
 
-def _has_products(site: AttentionSite, parameters: Mapping[str, Tensor]) -> bool:
+def _has_products(site: AttentionSite, weights: Mapping[HeadSlice, Tensor]) -> bool:
     """Whether all weights are matrices with a row for each feature, multiplied one after the other."""
     if site.reparametrised:
         return False
@@ -378,29 +278,21 @@ def _has_products(site: AttentionSite, parameters: Mapping[str, Tensor]) -> bool
         if term.query[-1].index.shape[1] != term.key[-1].index.shape[1]:
             return False
         for path in (term.query, term.key):
-            weights = [parameters[head_slice.parameter] for head_slice in path]
-            for x, p in zip(path, weights):
+            for x in path:
                 # The row is itself a matrix.
-                if p.ndim > 2 and x.axis == 0 and x.index.shape[1] == 1:
+                if weights[x].ndim > 2 and x.axis == 0 and x.index.shape[1] == 1:
                     return False
-            for (first, second), p in zip(itertools.pairwise(path), weights[1:]):
+            for first, second in itertools.pairwise(path):
+                p = weights[second]
                 width = p.numel() // len(second.rows_of(p)) if p.ndim > 1 else 0
                 if width and width != first.index.shape[1]:
                     return False
     return True
 
 
-def _weights(site: AttentionSite, parameters: Mapping[str, Tensor]) -> list[Tensor]:
-    return [parameters[head_slice.parameter] for head_slice in _slices(site)]
-
-
-def _slices(site: AttentionSite) -> list[HeadSlice]:
-    chains = itertools.chain(*chains_of(site).values())
-    return [*itertools.chain(*chains)]
-
-
-def _lasts(site: AttentionSite) -> dict[str, list[HeadSlice]]:
-    return {side: last_weights(chains) for side, chains in chains_of(site).items()}
+def slices_of(site: AttentionSite) -> list[HeadSlice]:
+    """All weights on the paths of q and k."""
+    return [x for term in site.terms for x in (*term.query, *term.key)]
 
 
 # Elements of the small matrices whose spectra are computed at once: 1 GiB.
