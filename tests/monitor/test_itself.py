@@ -40,9 +40,6 @@ def test_each_step_counts_its_own_calls_and_names_sites_that_stay_silent(
         keys = monitor.sample.summaries()
     assert [one["calls"] for one in found] == [4, 8, 2]
     assert [one["silent"] for one in found] == [0, 0, 1]
-    assert {(one["sites"], one["missed"], one["errors"]) for one in found} == {
-        (2, 0, 0)
-    }
     assert all(one["milliseconds"] > 0 for one in found)
     assert all(set(one) == set(MONITOR_FIELDS) for one in found)
     assert keys["monitor/silent"] == 1

@@ -107,11 +107,10 @@ def plant(model, kind, place):
     block = model.blocks[place]
     if kind in ("empty rows", "overflow"):
         block.attention.hurt = kind
-        return (
-            f"blocks.{place}.attention: sample 0, query 3"
-            if kind == "empty rows"
-            else f"blocks.{place}.attention: its"
+        sentence = (
+            f"blocks.{place}.attention: its output is the first that is not finite"
         )
+        return f"{sentence}, at [0, 3, 0]" if kind == "empty rows" else sentence
     if kind == "norm":
         block.norm2.hurt = kind
         return f"blocks.{place}.norm2"

@@ -13,7 +13,7 @@ from torch import nn
 
 from qkeel.metrics import fused_logit_error, stored_logit_error
 from qkeel.monitor.finite_stages import Facts
-from qkeel.monitor.history import History, LogitLimit, Recording
+from qkeel.monitor.history import History, Recording
 from qkeel.monitor.rules import (
     DEFAULT,
     HOLD,
@@ -224,16 +224,16 @@ def _step_remedy(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     return "qk_clip:threshold=15,steps=matched"
 
 
-def logit_limits(sites: Sequence[AttentionSite]) -> dict[str, LogitLimit]:
-    """Returns the clip or cap that holds the logits of each site now, by the site's name."""
+def logit_limits(sites: Sequence[AttentionSite]) -> dict[str, str]:
+    """Returns the clip or cap that holds the logits of each site now, in words by the site's name."""
     limits = {}
     for site in sites:
         cap = site.spec.cap.limit
         if cap is not None:
-            limits[site.name] = LogitLimit(cap, f"a cap of {cap:g}")
+            limits[site.name] = f"a cap of {cap:g}"
         for remedy in vars(site.module).get(APPLIED, {}).values():
             if remedy.limit is not None:
-                limits[site.name] = LogitLimit(remedy.limit, str(remedy))
+                limits[site.name] = str(remedy)
     return limits
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import numbers
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Self, final, get_args
+from typing import Any, Literal, Self, final, get_args
 
 import numpy as np
 
@@ -39,13 +39,6 @@ class RecordPlace:
         return series[:, self.layer, self.head]
 
 
-class LogitLimit(NamedTuple):
-    """A logit, in nats, at which a clip or a cap holds the heads of a layer, and the clip or cap in words."""
-
-    bound: float
-    remedy: str
-
-
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class History:
@@ -57,7 +50,7 @@ class History:
     layers: the names of the layers. planned: the planned learning rates, if known.
     types: layer -> its type (capture.visible_pattern), where it is known. phase: whether the records come from
     training or, if the model was never observed in training, from evaluation. limits: layer -> the clip or cap that is
-    active there.
+    active there, in words.
     """
 
     steps: np.ndarray
@@ -68,7 +61,7 @@ class History:
     planned: PlannedRates | None = None
     phase: Literal["train", "eval"] = "train"
     types: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    limits: Mapping[str, LogitLimit] = dataclasses.field(default_factory=dict)
+    limits: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.steps)

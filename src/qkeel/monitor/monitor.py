@@ -617,11 +617,8 @@ class Monitor(Handle):
             names += [within(x.name, site) for site in of_model] if x.name else of_model
         calls = sum([x.tap.calls_seen[phase] for x in models])
         counts = {
-            "sites": len(names),
             "calls": calls - self._calls[phase],
-            "missed": sum([len(x.tap.sites.missed) for x in models]),
             "silent": len(set(names).difference(stats)),
-            "errors": sum([x.sites.errors for x in models]) + self._recorder.dropped,
         }
         # Of passes beside a step that is also trained, its record has the time of all.
         if phase == "train" or not self._has("train"):

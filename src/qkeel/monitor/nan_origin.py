@@ -17,26 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import distributed as dist
-from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import (
-    ForwardArguments,
     LastPass,
     copied,
     tensors,
     undisturbed,
 )
 from qkeel.capture.random_streams import RandomStreams
-from qkeel.errors import QkeelError
 from qkeel.handle import Handle
 from qkeel.monitor.finite_stages import (
-    first_empty_row,
-    place_of_row,
     weights_not_finite,
 )
 from qkeel.patching.forward import ForwardPasses, extra_pass
 from qkeel.patching.guards import FaultGuard
 from qkeel.patching.held_objects import tensors_within
-from qkeel.sites.softmax_weights import captured_calls
 
 NOT_FOUND = (
     "gradients are not finite, and nothing in the step's passes is when they are made again: look at what changes "
@@ -224,9 +218,11 @@ def _origin_in_pass(model: nn.Module, kept: KeptPass) -> str:
             undo.close()
             if bad.name == "" and bad.output.ndim == 0:
                 return "NaN began in the loss, which the model computes from finite outputs"
-            location = f"its output is the first that is not finite, at {_first_place(bad.output)}"
-            detail = _attention_detail(model, kept, bad.name) or location
-            return f"NaN began in {bad.name or type(model).__name__}: {detail}"
+            name = bad.name or type(model).__name__
+            return (
+                f"NaN began in {name}: its output is the first that is not finite, at {_first_place(bad.output)}, and its "
+                "inputs are finite"
+            )
         for grad in kept.output_grads.values():
             if not _is_finite(grad):
                 return (
@@ -316,47 +312,6 @@ class _Trace:
             if not any(x != name and x.startswith(prefix) for x in makers):
                 return name
         return None
-
-
-def _attention_detail(model: nn.Module, kept: KeptPass, name: str) -> str:
-    """What in a module's attention is not finite: a query without a key, or logits beyond the number format."""
-    try:
-        with torch.no_grad():
-            calls = captured_calls(model, ForwardArguments(kept.args, kept.kwargs))
-    except QkeelError:
-        return ""
-    for layer, site in calls.items():
-        if (
-            layer != name
-            and not layer.startswith(f"{name}." if name else "")
-            and not layer.startswith(f"{name}#")
-        ):
-            continue
-        overflow = _overflow(site)
-        if overflow:
-            return overflow if layer == name else f"in {layer}, {overflow}"
-        for call in site:
-            row = first_empty_row(call) if isinstance(call, ScoresCall) else None
-            if row is not None and bool(row.isfinite()):
-                (sample,), (query,) = place_of_row(row.numpy(force=True))
-                location = "" if layer == name else f" in {layer}"
-                return f"sample {sample:.0f}, query {query:.0f} sees no key{location}, and a softmax over nothing is NaN"
-    return ""
-
-
-def _overflow(site: Sequence[Seen]) -> str:
-    """Says that logits are infinite although queries and keys are finite."""
-    for call in site:
-        q, k = call.q, call.k
-        if q is None or k is None or not (_is_finite(q) and _is_finite(k)):
-            continue
-        if isinstance(call, ScoresCall) and _is_bad(call.logits):
-            largest = float(
-                q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
-            )
-            kind = str(call.logits.dtype).removeprefix("torch.")
-            return f"its logits overflow {kind}, with |q| |k| up to {largest:,.3g}"
-    return ""
 
 
 def _all_finite(grads: Sequence[Tensor]) -> bool:

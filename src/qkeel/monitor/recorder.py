@@ -17,7 +17,7 @@ from qkeel.errors import AlarmWarning, caution
 from qkeel.handle import State, under
 from qkeel.monitor.alarms import AlarmLog
 from qkeel.monitor.forecast import PlannedRates
-from qkeel.monitor.history import History, LogitLimit, Recording
+from qkeel.monitor.history import History, Recording
 from qkeel.monitor.kept_logits import KeptLogits
 from qkeel.monitor.numbers import StatsBySite
 from qkeel.monitor.processes import ProcessGroup
@@ -59,7 +59,7 @@ class PendingStep(NamedTuple):
     counts: Mapping[str, float]
     unread: StatsBySite | None
     types: Mapping[str, str]
-    limits: Mapping[str, LogitLimit]
+    limits: Mapping[str, str]
 
 
 @final
@@ -106,8 +106,6 @@ class Recorder:
         # Sites for which a warning that they came too late was raised.
         self._late: set[str] = set()
         self._is_split_told = False
-        # Sinks that failed.
-        self.dropped = 0
         # Loaded from a checkpoint, until the first numbers arrive.
         self._loaded: State = {}
         self._pending: list[PendingStep] = []
@@ -328,7 +326,6 @@ class Recorder:
                 act(sink)
             except Exception as error:
                 self.sinks.remove(sink)
-                self.dropped += 1
                 caution(
                     f"{type(sink).__name__} failed and is switched off: {type(error).__name__}: {str(error).rstrip('.')}. "
                     "Statistics and training continue"

@@ -154,7 +154,7 @@ class Rule(abc.ABC):
         remedy = self.remedy
         if at is not None and at.name in WORDS:
             if limit is not None:
-                meaning += f", with {limit.remedy} active"
+                meaning += f", with {limit} active"
             bound = remedy_bound(remedy)
             if bound is not None and at.head is not None:
                 remedy = _beside_a_constant(
@@ -265,35 +265,18 @@ def _beside_a_constant(remedy: str, sign: int) -> str:
     return f"{line}  # a clip or cap {why}"
 
 
-def widest_spread(
-    history: History, *, threshold: float = 0.0, factor: float = 0.0
-) -> Extreme | None:
+@functools.lru_cache(maxsize=4)
+def widest_spread(history: History, *, is_free: bool = False) -> Extreme | None:
     """The head whose logits spread most in the last record, where NaN counts as not measured.
 
-    threshold, factor: heads that cannot reach this logit, or this multiple of theirs, are left out, because an active
-    clip or cap holds them below. A clip acts after a step, so a logit may be over its bound; at more than LOOSE times
-    the bound, the clip does not hold it.
+    is_free: whether layers with an active clip or cap are left out, whose growth it ends.
     """
-    # Without a clip or cap, all rules ask for the same head.
-    if not history.limits:
-        threshold = factor = 0.0
-    return _widest_spread(history, threshold, factor)
-
-
-@functools.lru_cache(maxsize=4)
-def _widest_spread(history: History, threshold: float, factor: float) -> Extreme | None:
     judged = judged_series(history)
     if judged is None:
         return None
-    if history.limits:
-        limits = [history.limits.get(layer) for layer in history.layers]
-        bounds = np.array([np.inf if x is None else x.bound for x in limits])[:, None]
-        last = judged[-1]
-        # Infinity times 0 is NaN, which is not over a bound.
-        with np.errstate(invalid="ignore"):
-            over = np.maximum(threshold, factor * last) > bounds
-        held = (last <= LOOSE * bounds) & over
-        judged = np.where(held, np.nan, judged)
+    if is_free and history.limits:
+        is_held = [layer in history.limits for layer in history.layers]
+        judged = np.where(np.array(is_held)[:, None], np.nan, judged)
     if np.isnan(judged[-1]).all():
         return None
     at = peak("logit_spread", judged[-1])
@@ -346,8 +329,6 @@ def trend(
 
 # Logits of at most this size differ too little for a weight to become 0 in float32.
 _FEW_NATS = 40.0
-# Times its bound, up to which a clip counts as holding a head: the steps between its actions are short.
-LOOSE = 2.0
 # The series that forecasts use; an alarm names the head that is now largest.
 _MODEL = "the largest of all heads"
 
@@ -375,8 +356,8 @@ class Ceiling(Rule):
         if top is None or not top.value > self.threshold:
             return None
         meaning = f"{top} is over {self.threshold:,g}"
-        free = widest_spread(history, factor=LOOSE)
-        grows = free is not None and free.at == top.at
+        layer, _ = history.where(top.at)
+        grows = layer not in history.limits
         course = trend(history, top.series, grows=grows)
         return self.alarm(history, meaning, top.value, at=top.at, trend=course)
 
@@ -386,7 +367,7 @@ def _passes_soon(
 ) -> Forecast | None:
     """Returns when the largest logit, which is over `floor`, passes a threshold, if that is within `horizon` times the
     training so far."""
-    top = widest_spread(history, threshold=threshold)
+    top = widest_spread(history, is_free=True)
     if top is None or not top.value > floor:
         return None
     passing = ahead(history, top.envelope, threshold)
@@ -428,7 +409,7 @@ class Growth(Rule):
 
     def _growth(self, history: History) -> tuple[Extreme | None, Forecast | None]:
         """Returns the largest logit of the last record, and when it will be `factor` times as large, if soon."""
-        top = widest_spread(history, factor=self.factor)
+        top = widest_spread(history, is_free=True)
         if top is None:
             return None, None
         larger = self.factor * top.value
@@ -460,7 +441,7 @@ class Approach(Rule):
         return f"forecast {self.threshold:g}"
 
     def check(self, history: History) -> Alarm | None:
-        top = widest_spread(history, threshold=self.threshold)
+        top = widest_spread(history, is_free=True)
         passing = _passes_soon(history, self.threshold, self.floor, self.horizon)
         if top is None or passing is None:
             return None
@@ -520,7 +501,7 @@ class Outlook(Rule):
 
     def check(self, history: History) -> Alarm | None:
         planned = history.planned
-        top = widest_spread(history, threshold=self.threshold)
+        top = widest_spread(history, is_free=True)
         if planned is None or top is None or not np.isfinite(top.value):
             return None
         if not planned.followed(history.steps, history.rates):

@@ -116,7 +116,6 @@ class Classes:
             pair of tensors, or a function that returns one: the classes of the queries and those of the keys.
         names: the class names; by default the keys of the dict, or else "0", "1", …, one for each class in the first
             pass.
-        forward: the names of the forward's positional arguments.
 
     The classes cover all tokens that attention sees as keys. If there are fewer queries than keys (as in a step with a
     cache), the queries are the last tokens of the sequence.
@@ -124,7 +123,6 @@ class Classes:
 
     source: ClassSource
     names: tuple[str, ...] = ()
-    forward: tuple[str, ...] = ()
     _class_of_id: Tensor | None = dataclasses.field(
         init=False, repr=False, compare=False, default=None
     )
@@ -137,7 +135,7 @@ class Classes:
             raise InvalidTypeError(f"{_WHAT}; got {type(source).__name__}")
         object.__setattr__(self, "names", names)
         if isinstance(source, (Tensor, tuple)):
-            self.of((), {})
+            self.of((), (), {})
         if (names or isinstance(source, Mapping)) and len(set(names)) < max(
             len(names), 2
         ):
@@ -153,20 +151,9 @@ class Classes:
         if isinstance(source, Mapping):
             object.__setattr__(self, "_class_of_id", _class_of_id(source))
 
-    @classmethod
-    def on(cls, model: nn.Module, source: ClassSource | Classes) -> Classes:
-        """Returns the source, checked against the forward of a model.
-
-        Raises: InvalidTypeError or InvalidValueError for an invalid source; InvalidValueError if the forward does not
-            have such an argument.
-        """
-        classes = source if isinstance(source, Classes) else cls(source)
-        return cls(
-            classes.source, classes.names, positional(model, "classes", classes.source)
-        )
-
     def of(
         self,
+        forward: Sequence[str],
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
         counted: Tensor | None = None,
@@ -174,17 +161,18 @@ class Classes:
         """Returns the classes of the queries and of the keys [b t] in a pass with these arguments, or None if the pass
         has no classes. Of tokens that attend to themselves it is the same tensor twice.
 
-        counted: the query rows that count; other rows may contain ids without a class.
+        forward: the names of the forward's positional arguments. counted: the query rows that count; other rows may
+        contain ids without a class.
 
         Raises: InvalidTypeError, InvalidValueError or ShapeError if the classes have an unexpected form, or if an id
             does not belong to a class.
         """
         if self._class_of_id is not None:
-            named = {**dict(zip(self.forward, args)), **kwargs}
+            named = {**dict(zip(forward, args)), **kwargs}
             ids = _token_ids([named.get("input_ids"), *named.values(), *args])
             classes = _classes_of(self._class_of_id, ids, counted)
             return classes, classes
-        classes = from_pass(self.source, self.forward, args, kwargs)
+        classes = from_pass(self.source, forward, args, kwargs)
         if classes is None:
             return None
         if isinstance(classes, tuple) and len(classes) == 2:
@@ -209,14 +197,11 @@ def _class_of_id(source: Mapping[str, Ids]) -> Tensor:
     """The class of each id up to the largest id, or -1 for ids without a class."""
     ids_of_class = []
     for name, ids in source.items():
-        numbers = ids.flatten().cpu() if isinstance(ids, Tensor) else ids
-        if not isinstance(numbers, Tensor):
-            numbers = [ids] if isinstance(ids, int) else ids
-            is_whole = isinstance(numbers, Sequence) and all(
-                type(x) is int for x in numbers
-            )
-            # A number that is no id, so that the check below refuses what is no sequence of integers.
-            numbers = torch.tensor([*numbers] if is_whole else [0.5])
+        try:
+            numbers = torch.as_tensor([*ids] if isinstance(ids, range) else ids)
+        except (TypeError, ValueError):
+            # The check below refuses it.
+            numbers = torch.empty(0)
         if (
             numbers.dtype not in _ID_TYPES
             or not numbers.numel()
@@ -226,7 +211,7 @@ def _class_of_id(source: Mapping[str, Ids]) -> Tensor:
                 f"expected the token ids of class {name!r} as a range, a non-negative number or a list of such "
                 f"numbers, got {ids!r}"
             )
-        ids_of_class.append(numbers.long())
+        ids_of_class.append(numbers.flatten().cpu().long())
     table = torch.full((int(torch.cat(ids_of_class).max()) + 1,), -1)
     for number, (name, numbers) in enumerate(zip(source, ids_of_class)):
         taken = numbers[table[numbers] >= 0]
@@ -302,13 +287,15 @@ class PassTokens:
                 "expected query_mask as the name of a keyword argument, a function of the forward's arguments, or a "
                 f"tensor [b t], got {type(query_mask).__name__}"
             )
-        self._query_mask, self._forward = query_mask, tuple[str, ...]()
-        if query_mask is not None:
-            self._forward = positional(model, "query_mask", query_mask)
+        self._query_mask, self._classes = query_mask, None
+        self._forward = positional(model, "query_mask", query_mask)
         if isinstance(query_mask, Tensor):
             query_mask_of(query_mask, (), (), {})
-        self._classes = None if classes is None else Classes.on(model, classes)
-        self._names = () if self._classes is None else self._classes.names
+        self._names: tuple[str, ...] = ()
+        if classes is not None:
+            classes = classes if isinstance(classes, Classes) else Classes(classes)
+            positional(model, "classes", classes.source)
+            self._classes, self._names = classes, classes.names
         self._mask: Tensor | None = None
         # Of queries and keys; the same object twice where tokens attend to themselves.
         self._class_of_token: TensorPair | None = None
@@ -324,7 +311,7 @@ class PassTokens:
         self.all_count = self._mask is None
         if self._classes is None:
             return
-        classes = self._classes.of(args, kwargs, self._mask)
+        classes = self._classes.of(self._forward, args, kwargs, self._mask)
         if classes is None and self._names:
             # Every step has the same numbers, so a pass without classes has tokens of no class.
             of_none = torch.full((1, 1), -1)
@@ -369,23 +356,16 @@ class PassTokens:
             queries = classes[:, -t:]
         fits = [x.shape[0] in (1, b) for x in (queries, classes)]
         if not all(fits) or queries.shape[1] != t or classes.shape[1] != s:
-            cross = (
-                f"classes=qkeel.monitor.Classes((torch.zeros({b}, {t}, dtype=torch.long), classes_of_keys), "
-                f"names={self._names}), or a function that returns such a pair"
-            )
             given = [list(x.shape) for x in self._class_of_token[not are_pair :]]
-            reason = (
-                f"expected classes of shape [batch tokens] = [{b} {s}], one for each key of an attention call with {t} "
-                f"queries, got {' and '.join(map(str, given))}. With a cache, give a function that returns the classes "
-                "of the whole sequence; where queries attend to other tokens (cross-attention), a pair: of queries "
-                f"that are all of class 0, {cross}"
+            self._misfit(
+                "classes",
+                f"no attention is split by class: expected classes of shape [batch tokens] = [{b} {s}], one for each key, and "
+                f"those of the {t} queries where these are other tokens (cross-attention), got "
+                f"{' and '.join(map(str, given))}. With a cache, give a function that returns the classes of the whole "
+                "sequence; with cross-attention, a pair: if all queries are of class 0, "
+                f"classes=qkeel.monitor.Classes((torch.zeros({b}, {t}, dtype=torch.long), classes_of_keys), "
+                f"names={self._names}), or a function that returns such a pair",
             )
-            if fits[1] and classes.shape[1] == s and not are_pair:
-                reason = (
-                    f"these are the classes of the keys, and its {t} queries are other tokens (cross-attention). Give "
-                    f"theirs, too; if all are of class 0: {cross}"
-                )
-            self._misfit("classes", f"no attention is split by class: {reason}")
             return call
         self._misfits["classes"] = None
         queries, classes = (x.to(call.query_device) for x in (queries, classes))

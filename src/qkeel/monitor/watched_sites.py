@@ -38,8 +38,8 @@ _FLAT = (
 class _VisibleKeys:
     """What the calls of a site have shown of its visible keys, and when a change of them is examined.
 
-    Masks that differ in every call (padding, packed documents) are examined ever more rarely while the type stays what it
-    was: the first few all, then every 2nd, 4th, … 32nd.
+    Of masks that differ in every call (padding, packed documents), the 1st, 2nd, 4th, 8th, 16th and each 32nd are
+    examined while the type stays what it was.
     """
 
     def __init__(self) -> None:
@@ -48,8 +48,8 @@ class _VisibleKeys:
         # By number of queries, the digests of calls that showed the type; and that of the latest call.
         self._judged: dict[int, Tensor | None] = {}
         self._latest: tuple[int, Tensor | None] | None = None
-        # Changes that did not change the type, and how many more are ignored before the next is examined.
-        self._examined = self._left = 0
+        # Since the type changed.
+        self._n_changes = 0
 
     def has_changed(self, queries: int, digest: Tensor | None) -> bool:
         """Whether the visible keys of a call are to be examined. On an accelerator the digest of the call before is
@@ -70,8 +70,9 @@ class _VisibleKeys:
             is_same = digest is judged
         else:
             is_same = digest.shape == judged.shape and torch.equal(digest, judged)
-        self._left -= not is_same
-        return not is_same and self._left < 0
+        self._n_changes += not is_same
+        n = self._n_changes
+        return not is_same and (n % 32 == 0 or n in (1, 2, 4, 8, 16))
 
     def examined(
         self, queries: int, digest: Tensor | None, pattern: VisiblePattern
@@ -79,10 +80,7 @@ class _VisibleKeys:
         """Takes what the examination of a call has shown."""
         if self.pattern is not None and pattern.visible != self.pattern.visible:
             self._judged.clear()
-            self._examined = self._left = 0
-        elif queries in self._judged:
-            self._examined = min(self._examined + 1, 9)
-            self._left = 2**self._examined // 16
+            self._n_changes = 0
         self.pattern, self._judged[queries] = pattern, digest
 
     @property
@@ -99,7 +97,6 @@ class WatchedSites:
         all: the sites; `all.missed` has the attention layers that were found but not recognized.
         types: the types of the layers whose calls were seen; replaced by a new object when one changes.
         hiding: the names of sites of which a call that showed the type hid keys.
-        errors: how many searches have failed.
         has_weights: whether the weights of the model can be read between its passes.
     """
 
@@ -116,7 +113,6 @@ class WatchedSites:
         self._name, self.model, self.all = name, model, described
         self._group, self._is_given = group, given is not None
         self.types: Mapping[str, LayerType] = {}
-        self.errors = 0
         self.has_weights = True
         # By name, the place of each site in `all`.
         self._index: dict[str, int] = {}
@@ -296,7 +292,6 @@ class WatchedSites:
                 self._told_silent = True
                 error = RefusedError(f"{self._name}: {error}")
         if error is not None:
-            self.errors += 1
             caution(
                 f"the weights behind the heads are unknown, so they are not watched: {error}"
             )

@@ -492,17 +492,8 @@ BLOCK_FIELDS: dict[str, BlockField] = {
 # Values about the monitor itself in each measured step, so that a monitor that sees nothing is noticed. They are called
 # monitor/NAME in trackers, and monitor_NAME in metrics.jsonl and steps.csv.
 MONITOR_FIELDS: dict[str, Field] = {
-    "sites": Field("attention layers", "sites found in the model or described by hand"),
     "calls": Field("calls", "attention calls that were measured in the step"),
-    "missed": Field(
-        "attention layers",
-        "attention layers that the search for sites found but did not recognise",
-    ),
     "silent": Field("attention layers", "sites without a call in the step"),
-    "errors": Field(
-        "errors",
-        "errors caught so far: sinks that failed and were removed, and searches for sites that failed",
-    ),
     "milliseconds": Field(
         "ms",
         "host time that this process spent in the monitor since the last record; the record of a trained step has that of "
