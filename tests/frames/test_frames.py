@@ -56,7 +56,6 @@ def test_a_run_is_read_as_tables(run):
     assert rows[8] == (10, "h.1.attn", 0, -np.inf, 1.0)
     assert loaded.eval_heads["step"].tolist() == [20] * 5
     assert loaded.history.layers == ("h.0.attn", "h.1.attn")
-    assert "<td>20</td>" in loaded._repr_html_()
     assert (
         Frame({"step": np.arange(13)})
         ._repr_html_()
@@ -168,7 +167,8 @@ def test_what_is_shown_is_short():
             shown.extend(
                 map(repr, (monitor, monitor.history, monitor.sample, monitor.sites[0]))
             )
-            assert "<th>max_logit</th>" in monitor.history._repr_html_()
+            steps = monitor.history.frame("steps")
+            assert "<th>max_logit</th>" in steps._repr_html_()
 
     _, _, monitor = train(lambda m, o: qkeel.watch(m, o, rules=[]), during=show)
     assert shown[0] == "<Monitor of Small: 2 attention layers, 2 records, 0 alarms>"

@@ -84,9 +84,6 @@ def test_records_that_do_not_fit_are_refused_and_leave_no_trace():
     for values, heads, what in [
         ({"step": 6}, {}, "after 6"),
         ({}, {}, "after 6"),
-        ({"step": 9}, {"max_logit": np.zeros((2, 4))}, r"\(2, 3\)"),
-        ({"step": 9}, {"entropy": np.zeros((3, 3))}, r"\[2 heads\]"),
-        ({"step": 9}, {"entropy": np.zeros(3)}, "entropy"),
     ]:
         with pytest.raises(ShapeError, match=what):
             recording.append(values, heads)

@@ -41,32 +41,6 @@ def _escaped(value: object) -> str:
     return "".join(map(_escaped, value))
 
 
-def plain_table(
-    head: Iterable[str], rows: Iterable[Iterable[str]], *, aligned: bool = False
-) -> Markup:
-    """Returns a table for a notebook, without the styles of a page.
-
-    Args:
-        head: the headings; empty for a table without headings.
-        rows: the texts of the cells, row by row.
-        aligned: whether to align the first column to the left and all other columns, which contain numbers, to the
-            right.
-
-    >>> plain_table(["a"], [["<"]])
-    '<table><tr><th>a</th></tr><tr><td>&lt;</td></tr></table>'
-    """
-    lines = []
-    for kind, texts in (("th", head), *(("td", row) for row in rows)):
-        cells = []
-        for i, text in enumerate(texts):
-            side = f' style="text-align:{"right" if i else "left"}"' if aligned else ""
-            cells.append(markup(f"<{kind}{side}>{{}}</{kind}>", text))
-        if cells:
-            lines.append(markup("<tr>{}</tr>", cells))
-    style = ' style="font-variant-numeric:tabular-nums"' if aligned else ""
-    return markup(f"<table{style}>{{}}</table>", lines)
-
-
 # Tables of named columns, and the tables of a run: one row per step, or per step, layer and head.
 
 # An object of an optional library: a DataFrame, an Axes.
@@ -143,9 +117,14 @@ class Frame:
         ]
         if n > len(rows):
             lines.insert(_SHOWN, ["…"] * len(self.columns))
-        return markup(
-            "<div><p>{} rows</p>{}</div>", f"{n:,}", plain_table(self.columns, lines)
-        )
+        table = [
+            markup("<tr>{}</tr>", [markup("<th>{}</th>", x) for x in self.columns])
+        ]
+        for line in lines:
+            table.append(
+                markup("<tr>{}</tr>", [markup("<td>{}</td>", x) for x in line])
+            )
+        return markup("<div><p>{} rows</p><table>{}</table></div>", f"{n:,}", table)
 
 
 def arrow() -> Foreign:

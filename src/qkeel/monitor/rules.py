@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import ClassVar, final
 
@@ -327,8 +326,6 @@ def trend(
 # A rule reads all records so far and decides whether the last one is a reason for an alarm. How early each rule fires,
 # and how often without a reason, is measured in experiments/notes/alarms.md. The thresholds are in thresholds.py.
 
-# Logits of at most this size differ too little for a weight to become 0 in float32.
-_FEW_NATS = 40.0
 # The series that forecasts use; an alarm names the head that is now largest.
 _MODEL = "the largest of all heads"
 
@@ -544,7 +541,12 @@ class EntropyCollapse(Rule):
             return None
         ends = [first(series), -1]
         heads = series[ends].astype(np.float64)
-        heads[_one_key(history, ends, heads)] = np.nan
+        # Where each query of a head sees only one key, only the entropy over rows with two or more is missing.
+        free, every = (
+            measured(history, name)[ends]
+            for name in ("normalized_entropy", "mean_logit")
+        )
+        heads[~np.isfinite(free) & np.isfinite(every)] = np.nan
         means = fold_heads("entropy", heads)
         if np.isnan(means[1]).all():
             return None
@@ -561,24 +563,6 @@ class EntropyCollapse(Rule):
             course = ""
         place = RecordPlace("entropy", layer, None)
         return self.alarm(history, meaning, low, at=place, trend=course)
-
-
-def _one_key(
-    history: History, records: Sequence[int], entropy: np.ndarray
-) -> np.ndarray:
-    """Returns whether each query of a head sees only one key, in these records.
-
-    If all statistics are measured, the normalized entropy is then missing, because it covers only queries with two or
-    more keys. If only the entropy is measured, an entropy of exactly 0 together with small logits reveals it, because
-    exp(z) of a second key does not vanish in float32 if the gap is below 88.
-    """
-
-    some, every, top = (
-        measured(history, name)[records]
-        for name in ("normalized_entropy", "mean_logit", "max_logit")
-    )
-    is_zero = (entropy == 0) & (np.abs(top) < _FEW_NATS)
-    return ~np.isfinite(some) & (np.isfinite(every) | is_zero)
 
 
 @final

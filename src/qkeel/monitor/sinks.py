@@ -25,7 +25,6 @@ from qkeel.errors import (
     unknown,
 )
 from qkeel.frames import Frame
-from qkeel.frames.tables import Markup, markup
 from qkeel.monitor.history import History
 from qkeel.monitor.rules import Alarm, Severity
 from qkeel.monitor.sample import Sample, sample_line
@@ -253,14 +252,8 @@ class LoggingSink(Sink):
         """Logs what is watched."""
         sites = about.get("sites")
         n_sites = len(sites) if isinstance(sites, (list, tuple)) else 0
-        missed = about.get("missed")
-        total = (
-            f" of {n_sites + len(missed)}"
-            if isinstance(missed, (list, tuple)) and missed
-            else ""
-        )
         self.logger.info(
-            "watching %d%s attention layers of %s", n_sites, total, about.get("model")
+            "watching %d attention layers of %s", n_sites, about.get("model")
         )
 
     def write(self, sample: Sample) -> None:
@@ -421,11 +414,6 @@ class Run:
         last = f" to step {int(steps[-1]):,}" if len(steps) else ""
         span = f"{len(steps):,} records{last}"
         return f"<Run {self.path}: {self.config.get('model', '') or 'run'}, {span}, {self.status}>"
-
-    def _repr_html_(self) -> str:
-        return markup(
-            "<div><p>{}</p>{}</div>", repr(self), Markup(self.steps._repr_html_())
-        )
 
 
 @accepts_earlier_calls()

@@ -165,20 +165,22 @@ def watch(
             "expected an optimizer and one model whose weights are not sharded with nan=True, because the step's pass "
             "is made again on this process; leave out nan=True, or train one process until the NaN appears"
         )
+    destinations: list[Sink] = []
+    expected = "sinks, their names or paths of run directories"
+    for entry in _several(sinks, (Sink, str, Path), expected):
+        if isinstance(entry, Path):
+            destinations.append(RunDirectorySink(entry))
+        else:
+            destinations += named_sinks(entry) if isinstance(entry, str) else [entry]
+    for sink in destinations:
+        # A missing library is an error now, not a fault in the first step.
+        sink.require()
     monitor = Monitor(
         models,
         _training(optimizer, [*models.values()]),
         every=cadence(every),
         stats=stats,
-        sinks=[
-            sink
-            for entry in _several(
-                sinks,
-                (Sink, str, Path),
-                "sinks, their names or paths of run directories",
-            )
-            for sink in _sinks(entry)
-        ],
+        sinks=destinations,
         rules=None
         if rules is None
         else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
@@ -195,30 +197,14 @@ def watch(
 
 def _several(value: object, kinds: tuple[type[K], ...], expected: str) -> tuple[K, ...]:
     """Returns an object of one of these types, or a sequence of such objects, as a tuple."""
-    if isinstance(value, kinds):
-        return (value,)
-    if not isinstance(value, Sequence):
-        raise InvalidTypeError(
-            f"expected {expected}, got {type(value).__name__}; pass () for none"
-        )
-    for entry in value:
+    entries: list[K] = []
+    for entry in value if isinstance(value, (list, tuple)) else (value,):
         if not isinstance(entry, kinds):
             raise InvalidTypeError(
-                f"expected {expected}, got {type(entry).__name__} among them"
+                f"expected {expected}, got {type(entry).__name__}; pass () for none"
             )
-    return tuple(value)
-
-
-def _sinks(entry: Sink | str | Path) -> tuple[Sink, ...]:
-    """The sinks for one entry; a string contains the names of sinks or is the path of a run directory."""
-    if isinstance(entry, str):
-        sinks = named_sinks(entry)
-    else:
-        sinks = (entry if isinstance(entry, Sink) else RunDirectorySink(entry),)
-    for sink in sinks:
-        # A missing library is an error now, not a fault in the first step.
-        sink.require()
-    return sinks
+        entries.append(entry)
+    return tuple(entries)
 
 
 def _inner_optimizers(optimizer: object) -> list[torch.optim.Optimizer]:

@@ -239,7 +239,8 @@ class RunDirectory:
         if (self.path / "config.json").exists():
             old = self.config()
             if old != config:
-                changed = differences(old, config)
+                a, b = flat(old), flat(config)
+                changed = [x for x in sorted({*a, *b}) if a.get(x) != b.get(x)]
                 raise RunDirectoryError(
                     f"{self.path} contains a run with a different configuration (these differ: {', '.join(changed)}). "
                     "Choose another directory; nothing was changed."
@@ -334,13 +335,3 @@ def flat(values: Mapping[str, object], under: str = "") -> dict[str, object]:
         nested = isinstance(value, Mapping)
         by_name |= flat(value, f"{under}{name}.") if nested else {under + name: value}
     return by_name
-
-
-def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
-    """Returns the keys (dotted if nested) in which two configurations differ.
-
-    >>> differences({"optim": {"lr": 1.0}, "seed": 0}, {"optim": {"lr": 2.0}, "seed": 0})
-    ['optim.lr']
-    """
-    a, b = flat(old), flat(new)
-    return [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
