@@ -345,23 +345,6 @@ def test_a_window_that_never_reached_the_kernel_is_found_and_named():
     assert qkeel.check(model, tokens[:, :6], sees=Window(4)).status is Status.NOT_KNOWN
 
 
-def test_later_keys_are_beyond_a_window():
-    tokens = torch.randint(VOCABULARY, (2, 12))
-
-    def both_sides(t):
-        distance = torch.arange(t)[:, None] - torch.arange(t)
-        return (distance.abs() < 3)[None]
-
-    assert not qkeel.check(
-        Model([SelfAttention(both_sides, fused=True)]), tokens, sees=Window(3)
-    ).healthy
-    assert not qkeel.check(
-        Model([SelfAttention(windowed(3), fused=True), shift(-1)]),
-        tokens,
-        sees=Window(3),
-    ).healthy
-
-
 def softly_masked(mask, number):
     """Attention that hides pairs by a number that is added to their logits."""
 

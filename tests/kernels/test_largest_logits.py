@@ -5,7 +5,6 @@ import torch
 from torch.testing import assert_close
 
 from qkeel import attention
-from qkeel.errors import UnknownNameError
 from qkeel.kernels.statistics import logit_stats, stats_of_tops
 from qkeel.spec import AttentionSpec, Rope, Sink, SlidingWindow, Softcap
 from qkeel.spec.call import make_call
@@ -58,9 +57,3 @@ def test_the_spread_beside_them_is_that_of_the_whole_rows(options):
     found, exact = stats_of_tops(call, largest), logit_stats(call)
     assert_close(found.max_logit, exact.max_logit)
     assert_close(found.logit_spread, exact.logit_spread, rtol=1e-5, atol=1e-5)
-
-
-def test_another_name_of_statistics_is_refused():
-    q = torch.randn(1, 2, 9, 8)
-    with pytest.raises(UnknownNameError):
-        attention(q, q, q, spec=AttentionSpec(), stats="bracket")

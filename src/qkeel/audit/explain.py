@@ -207,9 +207,7 @@ class SiteEvidence:
             query=norms[0],
             key=norms[1],
             rotation=turns[0] or turns[1],
-            latent=self._latent(),
             scale=scale,
-            scale_parameter=self._parameter_of(torch.tensor(scale).double()),
             sinks=self._sinks(),
             gate=gate_text(self.trace.gates.get(site.name)),
             bias=is_biased,
@@ -301,40 +299,12 @@ class SiteEvidence:
         scale = _slope(products, logits, pairs[:1] & pairs[1:2], tolerance)
         return scale, bool(scale)
 
-    def _parameter_of(self, numbers: Tensor) -> str:
-        """Returns the name of the parameter near the site that holds these numbers [h] or their logarithms, or ""."""
-        for name, p in self.trace.scopes[self.site.name][1].named_parameters():
-            if len(numbers) and p.numel() in (1, len(numbers)) and not p.is_meta:
-                values = p.detach().double().cpu().flatten().expand_as(numbers)
-                # Swin V2 stores the logarithm of its scale.
-                if any(
-                    torch.allclose(x, numbers, rtol=1e-3, atol=1e-6)
-                    for x in (values, values.exp())
-                ):
-                    return name
-        return ""
-
     def _sinks(self) -> str:
         """Describes columns of the softmax that are not keys."""
         call = self.calls[0]
         if not isinstance(call, ScoresCall) or call.sink is None:
             return ""
-        name = self._parameter_of(call.sink[0, :, 0].detach().double().cpu())
-        return f"1 sink logit per head in the softmax{f' ({name})' if name else ''}"
-
-    def _latent(self) -> str:
-        """Describes MLA: which dimensions of a key come from which weight."""
-        # The parts of MLA's key make up a head; low-rank adapters add a term as wide as the head.
-        widths = [term.key[-1].index.shape[1] for term in self.site.terms]
-        if len(widths) < 2 or sum(widths) != self.site.head_dim:
-            return ""
-        parts = []
-        for term in self.site.terms:
-            key = term.key[-1]
-            weight = key.parameter.removesuffix(".weight").rpartition(".")[2]
-            shared = ", one key for all heads" if key.n == 1 < self.site.n_heads else ""
-            parts.append(f"{key.index.shape[1]} from {weight}{shared}")
-        return f"MLA-like, q·k = {' + '.join(parts)}"
+        return "1 sink logit per head in the softmax"
 
 
 def _slope(

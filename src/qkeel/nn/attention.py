@@ -6,7 +6,6 @@ Shapes: b batch, t new tokens, s all tokens, h query heads, g key heads, d dimen
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -20,7 +19,6 @@ from qkeel.errors import (
     InvalidValueError,
     RefusedError,
     ShapeError,
-    caution,
     check,
     check_known,
 )
@@ -33,7 +31,7 @@ from qkeel.options import lookup
 from qkeel.patching.module_tables import hooks_before
 from qkeel.spec import AttentionCall, AttentionSpec, preset
 from qkeel.spec.call import Visibility
-from qkeel.spec.presets import attention_spec, scale_advice
+from qkeel.spec.presets import attention_spec
 from qkeel.spec.slot import (
     AttentionMask,
     HeadTensor,
@@ -249,11 +247,6 @@ class RowObserver:
         self.see(call)
 
 
-@functools.cache  # warns once per process, not once per layer
-def _advise(advice: str) -> None:
-    caution(advice)
-
-
 def check_dropout(dropout: float) -> None:
     """Raises InvalidValueError unless dropout is in [0, 1)."""
     check(0 <= dropout < 1, "dropout in [0, 1)", dropout)
@@ -288,9 +281,6 @@ class SpecModule(nn.Module):
         self.impl = impl
         self.observers: list[Observer] = []
         self.spec = spec
-        advice = scale_advice(spec, geometry[2])
-        if advice is not None:
-            _advise(advice)
         for name, value in spec.init_params(*geometry).items():
             self.register_parameter(name, nn.Parameter(value))
 

@@ -72,30 +72,12 @@ def refuse_latents(spec: AttentionSpec) -> Refusal | None:
         )
     if norm.sides in ("", "q"):
         return None
-    if norm.kind == "other":
+    has_two_numbers = norm.kind not in ("rms", "l2") or norm.bias
+    if has_two_numbers or "v" in norm.sides or norm.gain in ("head", "head_dim"):
         return Refusal(
-            f"the norm {norm.formula()} is unknown, so its factor on a key can't be cached",
+            f"a latent and one key for all heads are cached with one number for each head, which is not enough for "
+            f"{norm.formula()}",
             _WAY_OUT,
-        )
-    if "v" in norm.sides:
-        return Refusal(
-            "a norm on the values needs the value of every head and token", _WAY_OUT
-        )
-    if norm.kind == "layer":
-        return Refusal(
-            "LayerNorm subtracts the mean from each head's key, a second number per head and token besides the inverse "
-            "root mean square, and that mean can't be subtracted from the shared key",
-            _WAY_OUT,
-        )
-    if norm.bias:
-        return Refusal(
-            "a bias after the norm would be rotated with the key and has no place in its latent",
-            _WAY_OUT,
-        )
-    if norm.gain in ("head", "head_dim"):
-        return Refusal(
-            "a separate gain for each head does not fit the rotated key, which is cached once for all heads",
-            f"{_WAY_OUT}. One number per head can be applied on the query's side: Learned(per='head') as the scale",
         )
     return None
 
