@@ -6,12 +6,10 @@ Triton's kernels run in its interpreter: for q and for k, or for both in one lau
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests import forked
 from tests.kernels.harness import DTYPES, laid
 from tests.quick import one_in
 from torch.testing import assert_close
@@ -314,16 +312,6 @@ def test_a_key_that_needs_no_encoding_is_not_copied():
     ours = encode.encoded(AttentionSpec(), q, k, pos[:, 4:], pos, {})
     assert ours[0] is q
     assert ours[1] is k
-
-
-@pytest.mark.slow
-@in_triton
-def test_a_compiled_module_is_one_graph_with_the_operator_in_it(door):
-    # In a process of its own: the compiler does not go with checked annotations.
-    path = Path(__file__).parent / "triton_kernels" / "whole_graph.py"
-    done = forked.python([path.name], path.parent)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert float(done.stdout) < 1e-5
 
 
 @in_triton

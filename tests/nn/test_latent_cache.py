@@ -174,17 +174,6 @@ def test_a_token_takes_latent_and_rotated_key_and_one_number_per_head_under_a_no
             cache = module.new_cache()
             module(x.to(dtype), cache=cache)
             assert cache.bytes_per_token == size * (7 + 4) + of_heads
-    module, x = make(SPECS[2]), x[:1].double()
-    cache = module.new_cache()
-    module(x, cache=cache)
-    empty = [torch.empty(1, n, 0, *d).double() for n, *d in ((1, 7), (1, 4), (H,))]
-    keys, inverse = cache.append(*empty)
-    # The gain goes on the rotated part before the rotation: q·R(g∘k) ≠ (g∘q)·Rk. Position 0 is not turned.
-    near(keys[0, 0, 0, 7:], module.k_norm[:4] * module.k_rope(x)[0, 0])
-    for h in range(H):
-        plain = module.kv_down(x)[0] @ module.k_up.weight[h * 6 : h * 6 + 6].T
-        squares = plain.square().sum(-1) + module.k_rope(x)[0].square().sum(-1)
-        near(inverse[0, h], 1 / (squares / 10 + 1e-6).sqrt())
 
 
 REFUSED = [

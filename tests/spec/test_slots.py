@@ -42,7 +42,6 @@ from qkeel.spec import (
     Learned,
     Llama3,
     LogN,
-    NoCap,
     NoNorm,
     NoPosition,
     NoStretch,
@@ -53,7 +52,6 @@ from qkeel.spec import (
     Sink,
     SlidingWindow,
     Softcap,
-    Softmax,
     Softpick,
     Sqrt,
     XPos,
@@ -334,21 +332,6 @@ def test_factors_of_the_position_multiply_in_float32_or_wider():
 
 
 # Values: immutable, comparable, hashable, copyable.
-
-
-@each_row("slot, kind",
-    [
-        (NoNorm(), "none"), (RMSNorm(), "rms"), (L2Norm(), "l2"), (LayerNorm(), "layer"),
-        (NoPosition(), "none"), (Rope(), "rope"), (ALiBi(), "alibi"), (ReRope(window=4), "rerope"),
-        (LeakyReRope(window=4), "rerope"), (XPos(), "xpos"), (SlidingWindow(window=4), "window"),
-        (NoCap(), "none"), (Softcap(50.0), "softcap"),
-        (Softmax(), "softmax"), (Sink(), "sink"), (Sigmoid(bias=0.0), "sigmoid"), (Softpick(), "softpick"),
-        (Fixed(1.0), "fixed"), (Learned(init=1.0), "learned"), (LogN(train_length=8), "log_n"),
-    ],
-)  # fmt: skip
-def test_each_slot_says_its_kind_and_a_subclass_of_it_is_another(slot, kind):
-    assert slot.kind == kind
-    assert type("Mine", (type(slot),), {"__slots__": ()}).kind == "other"
 
 
 # Parameters

@@ -84,7 +84,7 @@ def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
         t = torch.arange(passes.length)
         distance = t[:, None] - t
         outside = ((distance >= contract.size) | (distance < 0))[None]
-        seen = read_visibility(model, batch, forbidden=outside)
+        seen = read_visibility(model, batch, outside)
         layers = contract.layers or len(seen)
         for layer in seen.values():
             weight, head = layer.weights.get("forbidden", (0.0, 0))
@@ -399,9 +399,7 @@ def _culprit(passes: _Passes, trial: _Trial) -> str:
         carrier = ", no attention,"
         forbidden = trial.kept[:, :, None] & trial.changed[:, None]
         try:
-            seen = read_visibility(
-                passes.inner, passes.batch(changed), forbidden=forbidden
-            )
+            seen = read_visibility(passes.inner, passes.batch(changed), forbidden)
         except QkeelError:
             seen = {}
         for layer, keys in seen.items():
