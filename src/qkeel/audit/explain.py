@@ -287,17 +287,17 @@ class SiteEvidence:
         if self.site.key_heads is not None:
             of_queries = k[:, [*self.site.key_heads]]
         products = q @ of_queries.mT
-        scores = [call.logits.detach() for call in self.calls]  # type: ignore[union-attr]
-        logits = torch.cat([x[:2, :, -_ROWS:].double().cpu() for x in scores], 1)
+        unbiased = [
+            call.logits if call.bias is None else call.logits - call.bias
+            for call in self.calls
+            if isinstance(call, ScoresCall)
+        ]
+        logits = torch.cat(
+            [x.detach()[:2, :, -_ROWS:].double().cpu() for x in unbiased], 1
+        )
         pairs = pairs[:2, :, -_ROWS:].expand(products.shape)
-        tolerance = max(1e-3, 30 * self.rounding)
-        scale = _slope(products, logits, pairs, tolerance)
-        if scale or len(q) == 1:
-            return scale, False
-        # What is added to the scores is the same in both samples.
-        products, logits = (x[:1] - x[1:2] for x in (products, logits))
-        scale = _slope(products, logits, pairs[:1] & pairs[1:2], tolerance)
-        return scale, bool(scale)
+        scale = _slope(products, logits, pairs, max(1e-3, 30 * self.rounding))
+        return scale, bool(scale) and any(call.is_biased for call in self.calls)
 
     def _sinks(self) -> str:
         """Describes columns of the softmax that are not keys."""
