@@ -107,7 +107,9 @@ def measure(
     for weight_slice in plan.slices():
         # A head that is not finite must not hide the others, so it is left out and marked in the end.
         is_finite = gram[weight_slice].isfinite().flatten(1).all(1)
-        products = torch.where(is_finite[:, None, None], gram[weight_slice], 0).to(dtype)
+        products = torch.where(is_finite[:, None, None], gram[weight_slice], 0).to(
+            dtype
+        )
         traces = products.diagonal(dim1=1, dim2=2).sum(1).clamp_min(0)
         # Query heads that use one key head.
         share = heads // len(weight_slice.starts)
