@@ -220,7 +220,7 @@ class EagerAttentionTracer:
         if isinstance(other_tag, Scores):
             total = _sum(other_tag, tag, float(step.kwargs.get("beta", 1.0)), step)
             if total is None:
-                self._tag_lost(step, other_tag, added)
+                self._tag_lost(step, other_tag, step.out)
                 return
             tag = total
         elif added is not None:
