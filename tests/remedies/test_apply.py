@@ -166,7 +166,7 @@ def test_canonical_spelling_and_notes():
             "unknown option of remedy 'lalr' 'taw'. Did you mean 'tau'",
         ),
         ("", {}, InvalidValueError, "cannot read ''"),
-        ("lalr+", {}, InvalidValueError, "cannot read '' in 'lalr+'"),
+        ("lalr+", {}, InvalidValueError, "cannot read ''"),
         ("lalr:tau=x", {}, InvalidTypeError, "expected a number for tau of lalr"),
         ("lalr:tau=true", {}, InvalidTypeError, "a number for tau of lalr, got True"),
         ("qk_lr:factor=-1", {}, InvalidValueError, "at least 0 for factor of qk_lr"),
