@@ -84,7 +84,7 @@ class QKClip(StepRemedy):
     in either mode and on all processes of the run; references, rollouts and evaluation do not count. If a GradScaler
     skips a step, nothing is clipped and the maxima are carried over to the next step. Queries of padding count as all
     others do, because a call of attention does not say which rows its model leaves out of the loss. Float32 copies of
-    low-precision weights that the optimizer updates or keeps in its state are scaled too. If `heads` is given, heads
+    low-precision weights that the optimizer keeps in its state are scaled too. If `heads` is given, heads
     that it does not name are never clipped.
 
     A clip makes the weights smaller but not the later steps, so the same steps then change the direction of the weights
@@ -283,13 +283,9 @@ class _Clip:
         )
         shares: dict[Optimizer, list[Share]] = {}
         for i, heads in enumerate(weights.indices()):
-            # Of a float32 copy, from which the optimizer would bring the old weight back, both are scaled.
-            tensors = {id(x): x for x in (weights.parameters[i], weights.tensors[i])}
-            for tensor in tensors.values() if len(columns[i]) > 1 else ():
-                if tensor is not None:
-                    shares.setdefault(weights.holders[i], []).append(
-                        (tensor, weights.slices[i], heads)
-                    )
+            if len(columns[i]) > 1:
+                share = weights.parameters[i], weights.slices[i], heads
+                shares.setdefault(weights.holders[i], []).append(share)
         for optimizer, held in shares.items():
             self.rows[optimizer] = HeadRows(held, sum(weights.counts))
             is_held = [
