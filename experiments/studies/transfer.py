@@ -17,7 +17,6 @@ TRANSFER = Study(
         remedies=ONE_OF_EACH,
         lrs=TRANSFER_LRS,
         seeds=range(16),
-        tuning_seeds=(1000, 1001),
         d_model=(16, 32, 64, 128),
         parametrisation=("standard", "mup"),
     ),
@@ -25,4 +24,4 @@ TRANSFER = Study(
 )
 
 if __name__ == "__main__":
-    main(TRANSFER)
+    main(TRANSFER, tuning_seeds=(1000, 1001))

@@ -26,7 +26,6 @@ PATHS = {
         "out": (f"run --data topics {TINY} --out {{}}", True),
         "recipe": (f"run {{}} --data topics {TINY} --out r", False),
         "data": (f"run --data {{}} {TINY} --out r", False),
-        "images": (f"run --task vision --images {{}} {TINY} --out r", False),
     },
     "report": {
         "runs": ("report {} -o page.html", False),

@@ -12,17 +12,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel import remedies
-from qkeel.autopilot import attach, named_policy
 from qkeel.errors import InvalidValueError
 from qkeel.handle import Handle
-from qkeel.lab.config import ModelConfig, OptimConfig, RunConfig, with_values
+from qkeel.lab.config import (
+    IMAGE_SIZE,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    with_values,
+)
 from qkeel.lab.muon import Muon, fusable
-from qkeel.monitor import PlannedRates
-from qkeel.monitor.watch import watch
 from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder, ViT
-from qkeel.options import Term, parse
 from qkeel.patching.optimizers import Group
-from qkeel.remedies import Note
 from qkeel.spec import AttentionSpec, layer_specs
 from qkeel.spec.presets import attention_spec
 
@@ -125,80 +126,27 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     return config.lr * (1 - (1 - config.final) * done)
 
 
-# The remedies of runs: those of `qkeel.apply`, and `autopilot`, which chooses remedies while the run trains.
-
-AUTOPILOT, POLICY = "autopilot", "ladder"
-# An autopilot gets at least this many records, if the run has as many steps.
-RECORDS = 75
-
-
-def canonical(text: str) -> str:
-    """Returns the canonical spelling of a run's remedy: an autopilot with its options, or a `qkeel.apply` spec.
-
-    Raises:
-        InvalidValueError: an autopilot is combined with other remedies.
-
-    >>> canonical("autopilot:tau=0.10")
-    'autopilot:tau=0.1'
-    """
-    if not _is_autopilot(text):
-        return remedies.canonical(text)
-    term, *more_terms = parse(text)
-    if more_terms:
-        raise InvalidValueError(
-            f"expected autopilot without other remedies, because the autopilot chooses the remedies, got {text!r}"
-        )
-    ladder = str(Term(POLICY, term.options))
-    named_policy(ladder)
-    return ladder.replace(POLICY, AUTOPILOT, 1)
-
-
-def _is_autopilot(text: str) -> bool:
-    return any(term.name == AUTOPILOT for term in parse(text))
-
-
-def note(text: str) -> Note:
-    """Describes the remedy of a run, with its source.
-
-    >>> note("autopilot").source
-    'docs/guides/choose-a-remedy.md'
-    """
-    if not _is_autopilot(text):
-        return remedies.note(text)
-    return Note(
-        "watches the run and applies qk_clip and lalr to the heads that need it",
-        "docs/guides/choose-a-remedy.md",
-    )
-
-
 def rules(text: str) -> list[str]:
     """Returns the rules of a run's remedies that act on steps, the loss or a block, with their options filled in.
 
     >>> rules("none"), rules("qk_lr:factor=0.5")[0][:6]
     ([], 'qk_lr:')
     """
-    named = [] if _is_autopilot(text) else remedies.parse(text)
     return [
-        f"{remedy.name}: {remedy.written_rule()}" for remedy in named if remedy.rule
+        f"{remedy.name}: {remedy.written_rule()}"
+        for remedy in remedies.parse(text)
+        if remedy.rule
     ]
 
 
 def put_on(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Handle:
     """Applies the remedy of a run to its model."""
-    text = canonical(config.remedy)
-    if not _is_autopilot(text):
-        return remedies.apply(model, text, optimizer, train_length=config.data.context)
-    rates = [
-        learning_rate(config.optim, step, config.steps) for step in range(config.steps)
-    ]
-    every = min(config.log_every, max(1, config.steps // RECORDS))
-    monitor = watch(
-        model, optimizer, every=every, rules=(), planned=PlannedRates.of(rates)
+    return remedies.apply(
+        model,
+        remedies.canonical(config.remedy),
+        optimizer,
+        train_length=config.data.context,
     )
-    pilot = attach(monitor, optimizer, policy=text.replace(AUTOPILOT, POLICY, 1))
-    # The run records its events, and a page shows them.
-    pilot.warns = False
-    return pilot
 
 
 # Models and devices.
@@ -224,11 +172,11 @@ def resolve(config: RunConfig) -> RunConfig:
     if config.data.task == "vision":
         config = with_values(
             config,
-            data={"context": (config.images.image_size // config.images.patch) ** 2},
+            data={"context": (IMAGE_SIZE // config.images.patch) ** 2},
         )
     dtype = kinds.get(config.dtype, config.dtype)
     return with_values(
-        config, device=device, dtype=dtype, remedy=canonical(config.remedy)
+        config, device=device, dtype=dtype, remedy=remedies.canonical(config.remedy)
     )
 
 

@@ -27,6 +27,8 @@ from qkeel.options import (
 
 # None if it is not given.
 OptionalSize = Annotated[int | None, Bound(1, included=True)]
+# Height and width of the handwritten digits in pixels.
+IMAGE_SIZE = 8
 
 
 @final
@@ -103,7 +105,7 @@ class DataConfig:
     """
 
     source: str = "stdlib"
-    """stdlib, topics, or a path: a text file, a folder, a glob pattern, or .bin (uint16, or .bin#uint8)."""
+    """stdlib, topics, or a path: a text file, a folder, or tokens as uint16 in a .bin file."""
     context: Count = 32
     """Number of tokens per sequence."""
     batch: Count = 8
@@ -123,12 +125,8 @@ class DataConfig:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ImagesConfig:
-    """The images and how the model reads them; used only by tasks with images."""
+    """How the model reads handwritten digits of 8 × 8 pixels; used only by tasks with images."""
 
-    images: str = "digits"
-    """digits, or a folder with one subfolder per class."""
-    image_size: Count = 8
-    """Height and width of an image in pixels; images of a different size are rejected."""
     patch: Count = 2
     """Height and width of a patch in pixels; each patch is one token."""
     levels: Annotated[int, Bound(2, included=True)] = 4
@@ -139,15 +137,12 @@ class ImagesConfig:
     """Multimodal: share of sequences with an image and its caption."""
     image_variance: Positive = 1.0
     """Multimodal: initial variance of image embeddings; that of text embeddings is 1."""
-    image_first: Share = 0.5
-    """Multimodal: share of images that precede their caption."""
     canvas: Count = 4
     """Multimodal: largest number of images side by side on one canvas."""
 
     def __post_init__(self) -> None:
         settle(self)
-        _check_multiple("image_size", self.image_size, "patch", self.patch)
-        check(bool(self.images), "the name or path of images", "''")
+        _check_multiple("the size of an image", IMAGE_SIZE, "patch", self.patch)
 
 
 @final
@@ -214,16 +209,23 @@ _NEWER = {
 }
 
 
-# Settings of data in earlier versions -> the only value under which this version computes the same, and what replaces
+# Settings of earlier versions by section -> the only value under which this version computes the same, and what replaces
 # the other values.
-_RETIRED: dict[str, tuple[object, str]] = {
-    "tokens": (
-        "bytes",
-        "write the tokens of another tokenizer to a .bin file and give it as the source",
-    ),
-    "windows": ("drawn", "training windows are drawn at random"),
-    "needle": (0.0, "train on texts without needles"),
-    "needle_keys": (4, "train on texts without needles"),
+_RETIRED: dict[str, dict[str, tuple[object, str]]] = {
+    "data": {
+        "tokens": (
+            "bytes",
+            "write the tokens of another tokenizer to a .bin file and give it as the source",
+        ),
+        "windows": ("drawn", "training windows are drawn at random"),
+        "needle": (0.0, "train on texts without needles"),
+        "needle_keys": (4, "train on texts without needles"),
+    },
+    "images": {
+        "images": ("digits", "the lab's images are its handwritten digits"),
+        "image_size": (IMAGE_SIZE, "the lab's images are its handwritten digits"),
+        "image_first": (0.5, "half of the images precede their captions"),
+    },
 }
 
 
@@ -319,6 +321,9 @@ class RunConfig:
             del values["data"]["pairs"]
         if self.data.task in ("text", "translation"):
             del values["images"]
+        else:
+            # Settings until 0.1, which are part of the names of runs.
+            values["images"] |= {name: x for name, (x, _) in _RETIRED["images"].items()}
         if self.data.task == "text":
             del values["data"]["task"]
         # Which of a machine's GPUs trained a run is chance; whether a GPU or the CPU did shows in the last bits.
@@ -334,16 +339,18 @@ class RunConfig:
 
         A setting of an earlier version that no longer exists is ignored if it had its default value.
         """
-        data = values.get("data")
-        if isinstance(data, Mapping):
-            for name in data.keys() & _RETIRED.keys():
-                neutral, replacement = _RETIRED[name]
-                if data[name] != neutral:
+        for section, retired in _RETIRED.items():
+            table = values.get(section)
+            if not isinstance(table, Mapping):
+                continue
+            for name in table.keys() & retired.keys():
+                neutral, replacement = retired[name]
+                if table[name] != neutral:
                     raise InvalidValueError(
-                        f"data.{name}={data[name]} is gone; {replacement}"
+                        f"{section}.{name}={table[name]} is gone; {replacement}"
                     )
-            kept = {name: data[name] for name in data if name not in _RETIRED}
-            values = {**values, "data": kept}
+            kept = {name: table[name] for name in table if name not in retired}
+            values = {**values, section: kept}
         return read_fields(cls, values, "")
 
 

@@ -303,9 +303,6 @@ def summarize(config: RunConfig, records: Sequence[Json], cpu_seconds: float) ->
     They are followed by the last values of additional task fields.
     """
     first, last = records[0], records[-1]
-    losses = [
-        record["train_loss"] for record in records if record["train_loss"] is not None
-    ]
     return {
         "remedy": config.remedy,
         "lr": config.optim.lr,
@@ -324,7 +321,6 @@ def summarize(config: RunConfig, records: Sequence[Json], cpu_seconds: float) ->
         "capped_max_logit": largest(record["capped_max_logit"] for record in records),
         "max_abs_logit": largest(record["max_abs_logit"] for record in records),
         "init_loss": first["val_loss"],
-        "spike_score": metrics.spike_score(losses),
         "block": config.model.block,
         "optimizer": config.optim.name,
         "status": "done",
@@ -374,8 +370,6 @@ class RunRecord:
         self.stopped = False
         # Steps and wall time since the last record.
         self._trained, self._seconds = 0, 0.0
-        # Number of autopilot events already written.
-        self._noted = 0
         # Number of skipped steps already reported.
         self._skipped = 0
 
@@ -407,10 +401,7 @@ class RunRecord:
             self.step = checkpoint.progress.step
             # Time goes on where the killed process was when it saved.
             self._clock -= checkpoint.progress.cpu_seconds
-            self._noted, self._skipped = (
-                len(self.state.events),
-                self.state.skipped_steps,
-            )
+            self._skipped = self.state.skipped_steps
             self._event("resumed")
 
     @property
@@ -473,7 +464,6 @@ class RunRecord:
     def save(self) -> None:
         """Replaces the checkpoint after syncing all earlier records to the disk."""
         self._claim.check()
-        self._write_events()
         # The checkpoint names the sizes of the files, so they must be on the disk before it is.
         self.directory.sync()
         save(
@@ -484,8 +474,6 @@ class RunRecord:
 
     def finish(self) -> None:
         """Writes the summary and marks the run as done."""
-        self._write_events()
-        self.state.close()
         records = self.directory.metrics()
         self.directory.finish(summarize(self.config, records, self._cpu_seconds()))
 
@@ -561,15 +549,7 @@ class RunRecord:
         self._trained, self._seconds = 0, 0.0
         self.heads.append(step, dict(zip(PROBE_FIELDS, probe.heads)))
         append_line(self.directory.path / "metrics.jsonl", record)
-        self._write_events()
         self.watcher.on_record(record)
-
-    def _write_events(self) -> None:
-        """Writes the autopilot's new events."""
-        events = self.state.events
-        for event in events[self._noted :]:
-            append_line(self.directory.path / "events.jsonl", event)
-        self._noted = len(events)
 
     def _event(self, text: str) -> None:
         append_line(
