@@ -53,7 +53,11 @@ def test_the_spread_beside_them_is_that_of_the_whole_rows(options):
     hidden = torch.ones(17, 17, dtype=torch.bool).triu(1)
     if options:
         hidden = hidden | ~options["mask"][:, None, None]
-    largest = (q @ k.repeat_interleave(2, 1).mT / 8**0.5).masked_fill(hidden, -torch.inf).amax(-1)
+    largest = (
+        (q @ k.repeat_interleave(2, 1).mT / 8**0.5)
+        .masked_fill(hidden, -torch.inf)
+        .amax(-1)
+    )
     found, exact = stats_of_tops(call, largest), logit_stats(call)
     assert_close(found.max_logit, exact.max_logit)
     assert_close(found.logit_spread, exact.logit_spread, rtol=1e-5, atol=1e-5)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -21,7 +21,7 @@ from qkeel.kernels.decoding.compiled import latents
 from qkeel.kernels.norm_rope.encode import encoded
 from qkeel.nn.attention import LatentCache, SpecModule, check_input
 from qkeel.spec import AttentionSpec, Rope
-from qkeel.spec.call import AttentionCall, Visibility
+from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.norm import Norm
 from qkeel.spec.slot import (
     AttentionMask,
@@ -307,16 +307,10 @@ class MLA(SpecModule):
                 )
             )
         k, v = self._keys(latent, shared), self._heads(self.v_up(latent))
-        visibility = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
+        visible = {"causal": causal, "mask": mask, "pos_q": pos, "pos_k": pos}
+        params = self.spec_params()
         return self.o_proj(
-            self.attend(
-                q,
-                k,
-                v,
-                spec=self.spec,
-                params=self.spec_params(),
-                seen=visibility,
-            )
+            self.attend(q, k, v, spec=self.spec, params=params, **visible)
         )
 
     def new_cache(self, max_length: int | None = None) -> LatentCache:
@@ -360,34 +354,27 @@ class MLA(SpecModule):
         q, held, inverse, at = self._remember(cache, *new, pos)
         # A single query at the end sees every key, so it needs no causal mask.
         causal = causal and (at is not None or q.shape[2] > 1)
-        visibility = Visibility(causal=causal, mask=mask, pos_q=at, pos_k=cache.pos)
+        visible: dict[str, Any] = {
+            "causal": causal,
+            "mask": mask,
+            "pos_q": at,
+            "pos_k": cache.pos,
+        }
         if first and q.shape[2] > 1:
             # Among the first tokens, a product with d numbers per key costs less than one with latents.
-            return self.attend(
-                q,
-                *self._materialised(held, inverse),
-                spec=core,
-                params=left,
-                seen=visibility,
-            )
+            k, v = self._materialised(held, inverse)
+            return self.attend(q, k, v, spec=core, params=left, **visible)
         # Observers see q, k and v as they are without a cache.
         if self.observers:
-            observed = visibility.call(
-                core, q, *self._materialised(held, inverse), left
-            )
+            k, v = self._materialised(held, inverse)
+            observed = make_call(core, q, k, v, params=left, **visible)
             for observer in self.observers:
                 observer(observed)
         gain = key_gain(self.spec, self.spec_params())
         wide = absorb(q, self._up("k_up"), gain, self.sizes.rope_dim).to(q.dtype)
         dropout = self.dropout if self.training else 0.0
-        call = visibility.call(
-            core,
-            wide,
-            held,
-            held[..., : self.sizes.kv_latent],
-            left,
-            dropout,
-        )
+        v = held[..., : self.sizes.kv_latent]
+        call = make_call(core, wide, held, v, params=left, dropout=dropout, **visible)
         out = attend_latents(call, inverse, self.head_dim) @ self._up("v_up").mT
         return out.transpose(1, 2).flatten(2)
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qkeel
 from qkeel import reference
+from qkeel.spec.call import make_call
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -245,9 +246,10 @@ def check(name, native, do, truth):
         )
 
 
-def written_out(q, k, v, *, spec, params, seen):
+def written_out(q, k, v, *, spec, params, **visible):
     """In place of SpecModule.attend."""
-    out = reference.attend_call(seen.call(spec, q, k, v, params)).out
+    call = make_call(spec, q, k, v, params=params, **visible)
+    out = reference.attend_call(call).out
     return from_heads(out)
 
 
