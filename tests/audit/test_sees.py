@@ -332,15 +332,12 @@ def test_a_mask_of_a_small_number_keeps_a_window_until_its_weights_move_somethin
         assert qkeel.check(model, tokens, sees=Window(3)).healthy is is_kept
 
 
-def test_a_leak_that_moves_no_bit_of_half_precision_is_found():
-    torch.manual_seed(0)
+def test_of_half_precision_it_is_said_that_small_leaks_do_not_show():
     tokens = torch.randint(VOCABULARY, (2, 6))
-    leak = Mixing(lambda x: 1e-4 * x.mean(1, keepdim=True).expand_as(x))
-    for block in (leak, SelfAttention(causal, fused=True)):
-        model = Model([SelfAttention(causal, fused=True), block]).bfloat16()
-        assert qkeel.check(model.eval(), tokens, sees="causal").healthy is (
-            block is not leak
-        )
+    model = Model([SelfAttention(causal, fused=True)]).bfloat16().eval()
+    health = qkeel.check(model, tokens, sees="causal")
+    assert health.healthy
+    assert "float32 too" in str(health)
 
 
 class Named(nn.Module):

@@ -25,13 +25,12 @@ from qkeel.audit.output_gates import gate_text
 from qkeel.audit.recipes import Explanation, NormRecipe, SiteRecipe, compress
 from qkeel.audit.visibility import describe_visible, visible_pairs
 from qkeel.capture.calls import ScoresCall
-from qkeel.capture.example import Arguments, arguments, undisturbed
-from qkeel.errors import InvalidTypeError, RefusedError
+from qkeel.capture.example import arguments, undisturbed
+from qkeel.errors import RefusedError
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.forward import owners, unwrapped
+from qkeel.patching.forward import unwrapped
 from qkeel.sites import AttentionSite
 from qkeel.sites.find import found_sites
-from qkeel.sites.tap import Tap
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import of_key
 
@@ -40,7 +39,7 @@ Letter = Literal["q", "k"]
 _ROWS = 256
 
 
-def explain(model: nn.Module, batch: object = None) -> Explanation:
+def explain(model: nn.Module, batch: object) -> Explanation:
     """Determines from one forward pass what each attention layer of a model does to q, k and their product.
 
     What the projections output is compared with the q and k that arrive at attention: lengths show the norm, angles
@@ -50,8 +49,7 @@ def explain(model: nn.Module, batch: object = None) -> Explanation:
     Args:
         model: any PyTorch model whose attention `find_sites` finds.
         batch: input of a forward pass: a tensor, a tuple of arguments, or a mapping of keyword arguments. Positions
-            require three tokens or more, and details that bfloat16 rounds away require float32. The default is the
-            last training batch, if `qkeel.watch` has watched the model during training.
+            require three tokens or more, and details that bfloat16 rounds away require float32.
 
     Returns:
         An Explanation, which can be printed; its fields include `sites` and `differences` (contradictions to
@@ -67,7 +65,7 @@ def explain(model: nn.Module, batch: object = None) -> Explanation:
         heads     2 heads of 8
     """
     model = unwrapped(model)
-    args, kwargs = _last_batch(model) if batch is None else arguments(batch, "batch")
+    args, kwargs = arguments(batch, "batch")
     # Two passes, to find the sites and to look at them: what the model stores in them is put back.
     with undisturbed(model):
         sites, _ = found_sites(model, args, kwargs)
@@ -85,17 +83,6 @@ def explain(model: nn.Module, batch: object = None) -> Explanation:
         sites=tuple(recipes),
         differences=differences(compared, recipes),
         compared=tuple((*x[:3], compress(names)) for x, names in compared.items()),
-    )
-
-
-def _last_batch(model: nn.Module) -> Arguments:
-    """Returns the arguments of a watched model's last training pass."""
-    for tap in owners(model):
-        if isinstance(tap, Tap) and tap.latest is not None:
-            return tuple(tap.latest.args), dict(tap.latest.kwargs)
-    raise InvalidTypeError(
-        "expected a batch that the model accepts: qkeel.explain(model, batch). The batch may be left out "
-        "only for a model that qkeel.watch has watched during training"
     )
 
 
