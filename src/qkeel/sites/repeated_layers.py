@@ -212,7 +212,7 @@ class _ReferenceCall:
         if (
             isinstance(before, ScoresCall)
             and isinstance(after, ScoresCall)
-            and (before.lost, before.sink is None) != (after.lost, after.sink is None)
+            and (before.sink is None) != (after.sink is None)
         ):
             return False
         if captured.how != self._captured.how:
