@@ -41,12 +41,6 @@ def saved_operand(node: Node, place: int) -> Tensor | None:
     return _saved(node, "_saved_other" if place else "_saved_self")
 
 
-def saved_factor(node: Node) -> Tensor | None:
-    """Returns the first factor of a matrix product, or None for other nodes and if the graph does not keep it."""
-    is_sum = node.name().startswith("Addmm")
-    return _saved(node, "_saved_mat1" if is_sum else "_saved_self")
-
-
 def _saved(node: Node, name: str) -> Tensor | None:
     try:
         value = getattr(node, name)

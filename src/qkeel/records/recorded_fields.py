@@ -582,7 +582,6 @@ TABLE_COLUMNS: dict[str, Field] = {
     "capped_max_logit": Field("nats", "largest capped_max_logit over training"),
     "max_abs_logit": Field("nats", "largest max_abs_logit over training"),
     "init_loss": Field("nats/token", "held-out loss before training"),
-    "spike_score": Field("share", "see metrics.spike_score"),
     "block": Field("name", "mha | mla | gau"),
     "optimizer": Field("name", "adamw | sgd | muon"),
     "status": Field("name", "done | failed | started | missing"),

@@ -20,7 +20,7 @@ from qkeel.capture.example import ModuleCall, mapped, undisturbed
 from qkeel.capture.intercept import CapturedCall
 from qkeel.capture.random_streams import seed_generators
 from qkeel.patching.forward import extra_pass
-from qkeel.patching.module_tables import modules_of
+from qkeel.patching.module_tables import MODULE_ATTRIBUTES, modules_of
 from qkeel.sites.module_copy import COPY_MARK, PartOfArguments, copy_of, hidden_states
 from qkeel.sites.search_passes import forward
 from qkeel.sites.site import AttentionSite, Sites, renamed, within
@@ -28,8 +28,8 @@ from qkeel.sites.trace import PartTrace
 from qkeel.sites.verify import EnoughError, LogitReader, RepeatedCalls
 from qkeel.spec import AttentionCall
 
-# What torch keeps in every module, such as hooks, and the mark of copies.
-_NO_SETTINGS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "training"}
+# What says nothing of what a module computes.
+_NO_SETTINGS = MODULE_ATTRIBUTES - {"_parameters", "_buffers", "training"}
 _NO_SETTINGS |= {COPY_MARK}
 _SETTINGS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
@@ -110,7 +110,8 @@ class KnownModule:
             suppress(EnoughError),
         ):
             seed_generators(copied.parameters())
-            args, kwargs = self._given.copied(torch.clone)
+            # Objects among them, such as a cache of all layers, are copies already, with their former contents.
+            args, kwargs = self._given.changed(torch.clone)
             watcher = repeated.watcher
             forward(copied, watcher, args, kwargs, graph=False, together=False)
         return repeated.calls
@@ -211,7 +212,7 @@ class _ReferenceCall:
         if (
             isinstance(before, ScoresCall)
             and isinstance(after, ScoresCall)
-            and (before.lost, before.sink is None) != (after.lost, after.sink is None)
+            and (before.sink is None) != (after.sink is None)
         ):
             return False
         if captured.how != self._captured.how:
