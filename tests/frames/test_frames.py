@@ -6,8 +6,6 @@ import sys
 import numpy as np
 import pytest
 from monitor.samples import about, sample
-from tests.contract.watch.small import batch, small, train
-from tests.training import adamw
 
 import qkeel
 from qkeel.cli.audit import export
@@ -19,7 +17,6 @@ from qkeel.errors import (
 )
 from qkeel.frames import Frame
 from qkeel.frames.tables import draw_heads, draw_lines
-from qkeel.handle import Handle
 from qkeel.integrations.trackers import CSVSink
 from qkeel.monitor import History, RunDirectorySink, Sample
 
@@ -157,28 +154,3 @@ def test_figures_have_the_scale_of_what_they_show():
         norm = ax.images[0].norm
         assert (norm.vmin, norm.vmax) == pytest.approx(ends)
         assert type(norm) is vars(matplotlib.colors)[kind]
-
-
-def test_what_is_shown_is_short():
-    shown = []
-
-    def show(step, monitor):
-        if step == 2:
-            shown.extend(
-                map(repr, (monitor, monitor.history, monitor.sample, monitor.sites[0]))
-            )
-            steps = monitor.history.frame("steps")
-            assert "<th>max_logit</th>" in steps._repr_html_()
-
-    _, _, monitor = train(lambda m, o: qkeel.watch(m, o, rules=[]), during=show)
-    assert shown[0] == "<Monitor of Small: 2 attention layers, 2 records, 0 alarms>"
-    assert shown[1].startswith("<History of 2 records, steps 0 to 1: 2 layers, ")
-    assert shown[2].startswith("<Sample of train step 1: 2 layers, ")
-    assert shown[3] == "<AttentionSite 'blocks.0': 2 heads of 4, weights known>"
-    monitor.close()
-    assert repr(monitor).endswith(", closed>")
-    assert repr(Handle(lambda: None)) == "<Handle: active, remove() undoes it>"
-    model = small()
-    handle = qkeel.apply(model, "lalr", adamw(model), batch=batch(0))
-    assert repr(handle) == "<Handle of lalr: active, remove() undoes it>"
-    handle.remove()

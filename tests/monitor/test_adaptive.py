@@ -27,10 +27,6 @@ def measured(jump, steps, every):
         return [int(step) for step in monitor.history.steps]
 
 
-def test_intervals_double_while_the_logits_stay_as_they_are():
-    assert measured(None, 70, Adaptive(least=3, most=20)) == [0, 3, 9, 21, 41, 61]
-
-
 def test_after_a_jump_intervals_are_short_again():
     assert measured(12, 34, Adaptive(least=3, most=20)) == [0, 3, 9, 21, 24, 30]
 

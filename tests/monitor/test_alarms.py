@@ -1,7 +1,5 @@
 """Each rule fires on what it is for, names the place, is silent otherwise, and warns once."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -172,60 +170,44 @@ def test_a_history_with_its_own_rates_is_replayed_with_them():
     ]
 
 
+def log_of(logits, rules):
+    """The alarms of a run, and those that were over with the step of the record that ended them."""
+    log, over = AlarmLog(rules), []
+    for n, step in enumerate(STEPS, start=1):
+        records = history(logits).upto(n)
+        log.update(records)
+        over += [(int(step), alarm) for alarm in log.over(records)]
+    return log.alarms, over
+
+
 def test_a_forecast_that_does_not_come_true_is_over():
     logits = power(1.0, 700.0)
     logits[14:] = 20.0
-    whole = history(logits)
-    log, over = AlarmLog([Approach(threshold=1000.0)]), []
-    for n in range(1, len(STEPS) + 1):
-        head = whole.upto(n)
-        log.update(head)
-        over += log.over(head)
-    assert over == log.alarms
+    alarms, over = log_of(logits, [Approach(threshold=1000.0)])
+    assert over == [(70, alarm) for alarm in alarms]
     assert over
 
 
 def test_a_forecast_that_came_true_is_not_over():
-    whole = history(power(1.0, 1990.0))
-    log, over = AlarmLog([Approach(threshold=1000.0), Ceiling(threshold=1000.0)]), []
-    for n in range(1, len(STEPS) + 1):
-        head = whole.upto(n)
-        log.update(head)
-        over += log.over(head)
-    assert len(log.alarms) == 2
+    rules = [Approach(threshold=1000.0), Ceiling(threshold=1000.0)]
+    alarms, over = log_of(power(1.0, 1990.0), rules)
+    assert len(alarms) == 2
     assert not over
 
 
 def test_a_forecast_that_was_over_is_made_again_of_a_number_twice_as_large():
     logits = power(1.0, 900.0)
     logits[10:12] = 20.0
-    whole = history(logits)
-    log, over = AlarmLog([Approach(threshold=1000.0)]), []
-    for n in range(1, len(STEPS) + 1):
-        head = whole.upto(n)
-        log.update(head)
-        over += log.over(head)
-    first, again = log.alarms
-    assert over == [first]
+    (first, again), over = log_of(logits, [Approach(threshold=1000.0)])
+    assert over == [(50, first)]
     assert again.value >= 2 * first.value
 
 
 def test_a_notice_that_holds_no_longer_is_over_once_and_an_alarm_stays():
     logits = np.full(len(STEPS), 5.0)
     logits[3:6] = logits[9:11] = 1500.0
-    whole = history(logits)
     rules = [rule for rule in DEFAULT if isinstance(rule, Ceiling)]
-    log, over = AlarmLog(rules), []
-    for n in range(1, len(STEPS) + 1):
-        head = dataclasses.replace(
-            whole,
-            steps=whole.steps[:n],
-            values={name: x[:n] for name, x in whole.values.items()},
-            heads={name: x[:n] for name, x in whole.heads.items()},
-            rates=None,
-        )
-        log.update(head)
-        over += [(int(STEPS[n - 1]), alarm.rule) for alarm in log.over(head)]
-    notices = [x.rule for x in log.alarms if x.severity is Severity.NOTICE]
-    assert len(log.alarms) > len(notices) == 1
+    alarms, over = log_of(logits, rules)
+    notices = [x for x in alarms if x.severity is Severity.NOTICE]
+    assert len(alarms) > len(notices) == 1
     assert over == [(int(STEPS[6]), notices[0])]

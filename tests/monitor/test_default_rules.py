@@ -6,18 +6,16 @@ from tests import forked
 from tests.attention import Attention as Foreign
 from tests.attention import Joint, fused, written
 from tests.contract.watch.small import batch, small
-from tests.training import adamw, sgd
+from tests.training import adamw
 from torch import nn
 
 import qkeel
 from qkeel import watch
-from qkeel.errors import AlarmWarning
 from qkeel.monitor import (
     DEFAULT,
     Ceiling,
     History,
     Setting,
-    Severity,
     replay,
     rules_for,
 )
@@ -61,30 +59,6 @@ def test_where_formats_differ_no_rule_guesses():
     model = nn.Sequential(Foreign(written), nn.Identity(), Foreign(written).bfloat16())
     model[1].register_forward_hook(lambda _, args, x: x.bfloat16())
     assert names(model, batch(0)) == ALWAYS
-
-
-def test_logits_that_are_no_numbers_are_critical_and_name_the_first_layer():
-    model = small()
-    optimizer = sgd(model)
-    said = pytest.warns(
-        AlarmWarning, match=r"blocks\.1: .*in a weight: blocks\.1\.q\.weight"
-    )
-    with said, watch(model, optimizer) as monitor:
-        for step in range(3):
-            model(batch(step)).square().mean().backward()
-            if step == 1:
-                model.blocks[1].q.weight.data[0, 0] = torch.nan
-            optimizer.step()
-    (alarm,) = [alarm for alarm in monitor.alarms if alarm.rule == "not finite"]
-    assert (alarm.step, alarm.severity, alarm.layer) == (
-        2,
-        Severity.CRITICAL,
-        "blocks.1",
-    )
-    assert alarm.cause == "numbers of attention are NaN or infinite"
-    assert "look at the batch" in alarm.remedy
-    series = monitor.history.series("non_finite")
-    assert series.tolist() == [[[0, 0], [0, 0]], [[0, 0], [0, 0]], [[0, 0], [1, 0]]]
 
 
 def test_numbers_that_were_not_measured_are_no_alarm():

@@ -123,15 +123,6 @@ def test_the_log_gets_samples_and_alarms_by_severity(
     assert "max logit 14.2 (h.1.attn head 1)" in caplog.messages[1]
 
 
-def test_fields_of_the_table_may_come_and_go(tmp_path):
-    sink = opened(tmp_path / "watch")
-    sink.write(sample(0))
-    sink.write(sample(1, logit_change_rms=[[0.1] * 3, [0.2] * 2]))
-    change = RunDirectory(tmp_path / "watch").heads().values["logit_change_rms"]
-    assert np.isnan(change[0]).all()
-    assert change[1, 0, 0] == np.float32(0.1)
-
-
 def test_a_directory_is_claimed_by_its_first_file(tmp_path):
     assert [
         fresh_directory(tmp_path / "run", first="events.jsonl").name for _ in range(2)

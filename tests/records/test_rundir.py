@@ -131,17 +131,9 @@ def test_the_commit_is_what_git_has_checked_out(tmp_path, monkeypatch):
         monkeypatch.delenv(name)
 
     def git(*words, at):
-        who = (
-            "-c",
-            "user.name=a",
-            "-c",
-            "user.email=a@example.org",
-            "-c",
-            "commit.gpgsign=false",
-        )
-        return subprocess.run(
-            ["git", *who, *words], cwd=at, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        run = ["git", *who, "-c", "commit.gpgsign=false", *words]
+        return subprocess.run(run, cwd=at, capture_output=True, text=True, check=True)
 
     def seen(at):
         monkeypatch.chdir(at)
@@ -153,6 +145,6 @@ def test_the_commit_is_what_git_has_checked_out(tmp_path, monkeypatch):
     git("init", "--quiet", at=deep.parent)
     assert seen(deep) is None  # nothing is committed yet
     git("commit", "--quiet", "--allow-empty", "-m", "one", at=deep.parent)
-    assert seen(deep) == git("rev-parse", "HEAD", at=deep)[:12]
+    assert seen(deep) == git("rev-parse", "HEAD", at=deep).stdout[:12]
     monkeypatch.setenv("PATH", "")
     assert seen(deep) is None  # no git

@@ -15,7 +15,7 @@ from synthetic_watch import Seen, make_watch
 import qkeel.report
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.monitor.sinks import load
-from qkeel.records import LINEAR, RunDirectory, append_line, read_json, write_json
+from qkeel.records import RunDirectory, append_line, read_json, write_json
 from qkeel.report import figures, study_page, watch_page
 from qkeel.report.html import MAX_RECORDS
 from qkeel.report.study_runs import read_study
@@ -103,17 +103,15 @@ def test_the_table_of_layers_has_the_last_record_folded_over_its_heads(tmp_path)
     assert not {"sites", "missed", "fields", "kind"} & {*about}
 
 
-def test_layers_of_another_type_and_without_logits_are_named(tmp_path):
+def test_layers_of_another_type_are_named(tmp_path):
     path = make_watch(tmp_path / "run", SEEN)
     config = read_json(path / "config.json")
     config["sites"][1]["type"] = "window"
-    write_json(path / "config.json", {**config, LINEAR: ["mixer"]})
+    write_json(path / "config.json", config)
     html = page(path, tmp_path)
     head, rows = table(html, "layers")
     assert head[:2] == ["Layer", "Type"]
-    assert [shown[0] for _, shown, _ in rows] == ["", "window", "", LINEAR]
-    assert (rows[3][0], {*rows[3][1][1:]}) == ("mixer", {"–"})
-    assert "for which nothing is measured: mixer." in plain(html)
+    assert [shown[0] for _, shown, _ in rows] == ["", "window", ""]
 
 
 def asked(ax, name):

@@ -304,19 +304,18 @@ class StepNumbers(Visitor):
 
 def _without_gradient(model: nn.Module, site: AttentionSite) -> list[str]:
     """The vectors (sinks, gains, scales) of an attention module that lack a gradient that other weights of it have."""
-    module = model if site.name == "" else site.module
     name = site.name.partition("#")[0]
-    small = [module]
-    small += [m for m in module.modules() if {p.ndim for p in m.parameters()} == {1}]
-    unused = [
-        (inner, parameter)
-        for inner in (small if name else small[:1])
-        for parameter, p in inner.named_parameters(recurse=False)
-        # Vectors of any shape: [h], [1, h, 1, 1], or a single number.
-        if p.requires_grad and p.grad is None and p.numel() <= max(p.shape, default=1)
-    ]
+    module = site.module if name else model
     # Attention that took no part in this step lacks every gradient, which says nothing about its path.
     if all([p.grad is None for p in module.parameters()]):
         return []
-    names = {id(m): path for path, m in model.named_modules()}
-    return [f"{names[id(m)]}.{p}".strip(".") for m, p in unused if id(m) in names]
+    unused = []
+    for path, p in module.named_parameters(recurse=bool(name)):
+        owner = path.rpartition(".")[0]
+        dimensions = {x.ndim for x in module.get_submodule(owner).parameters()}
+        is_small = not owner or dimensions == {1}
+        # Vectors of any shape: [h], [1, h, 1, 1], or a single number.
+        is_small &= p.numel() <= max(p.shape, default=1)
+        if is_small and p.requires_grad and p.grad is None:
+            unused.append(f"{name}.{path}".strip("."))
+    return unused

@@ -110,8 +110,10 @@ class Monitor(Handle):
     ) -> None:
         inner = {name: unwrapped(module) for name, module in model.items()}
         self._whole = inner[""] if "" in inner else nn.ModuleDict(inner)
-        self._optimizers, self._every = list(optimizers), every
-        self._rules, self._setting = rules, SettingSeen()
+        self._optimizers = list(optimizers)
+        self._every = every
+        self._rules = rules
+        self._setting = SettingSeen()
         self._steps = MeasuredSteps(every, model, by_optimizer=bool(optimizers))
         # The last step of a plan is measured whatever the cadence says.
         if planned is not None:

@@ -26,7 +26,7 @@ from qkeel.monitor.sample import Sample
 from qkeel.monitor.sinks import Sink
 from qkeel.monitor.step_vector import RecordArrays, StepVector, class_fields
 from qkeel.patching.roles import Phase
-from qkeel.records import HEAD_FIELDS, LINEAR, OVER, TYPES_EVENT, layer_types
+from qkeel.records import HEAD_FIELDS, OVER, TYPES_EVENT, layer_types
 
 # Steps whose statistics wait to be merged, if anybody reads them.
 _UNREAD = 16
@@ -269,13 +269,9 @@ class Recorder:
 
     @property
     def types(self) -> dict[str, str]:
-        """The type of each recorded layer, where it is known, and of the layers without logits."""
-        types, sites = {**self._described, **self._types}, {*self.sites}
-        return {
-            name: kind
-            for name, kind in types.items()
-            if name in sites or kind == LINEAR
-        }
+        """The type of each recorded layer, where it is known."""
+        types = {**self._described, **self._types}
+        return {name: types[name] for name in self.sites if name in types}
 
     @property
     def history(self) -> History:

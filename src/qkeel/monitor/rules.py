@@ -546,7 +546,7 @@ class EntropyCollapse(Rule):
             measured(history, name)[ends]
             for name in ("normalized_entropy", "mean_logit")
         )
-        heads[~np.isfinite(free) & np.isfinite(every)] = np.nan
+        heads = np.where(~np.isfinite(free) & np.isfinite(every), np.nan, heads)
         means = fold_heads("entropy", heads)
         if np.isnan(means[1]).all():
             return None

@@ -23,7 +23,6 @@ from qkeel.records import (
     CLASS_FIELDS,
     HEAD_FIELDS,
     LAYER_FIELDS,
-    LINEAR,
     fold_heads,
     layer_fields,
     layer_values,
@@ -281,10 +280,6 @@ def _rows(sample: Sample, root: str) -> tuple[list[str], list[list[str]]]:
                 logits = sample.heads[name][i]
                 row.append("-" if np.isnan(logits).all() else str(np.nanargmax(logits)))
         rows.append(row)
-    for name, kind in sample.types.items() if rows else ():
-        if kind == LINEAR:
-            empty = ["-"] * (len(head) - 2)
-            rows.append([site_label(name, root), LINEAR, *empty])
     return head, rows
 
 

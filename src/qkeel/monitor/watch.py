@@ -134,6 +134,8 @@ def watch(
         AlreadyAppliedError: the model is already watched.
     """
     models = named_models(model, "watch")
+    found_before = sites_of_each(sites, models)
+    optimizers = _training(optimizer, [*models.values()])
     if wanted(stats)[0] is not True and classes is not None:
         raise InvalidValueError(
             f"expected stats=True with classes, because what {stats=} measures is not split by class"
@@ -177,7 +179,7 @@ def watch(
         sink.require()
     monitor = Monitor(
         models,
-        _training(optimizer, [*models.values()]),
+        optimizers,
         every=cadence(every),
         stats=stats,
         sinks=destinations,
@@ -187,7 +189,7 @@ def watch(
         tokens={n: PassTokens(x, query_mask, classes) for n, x in models.items()},
         probe=None if probe_batch is None else arguments(probe_batch, "probe batch"),
         planned=planned,
-        sites=sites_of_each(sites, models),
+        sites=found_before,
         layout=layout,
     )
     if nan:

@@ -557,10 +557,7 @@ LAYER_TYPES: dict[str, str] = {
     "compressed": "some keys each represent several tokens",
     "latent": "queries reach all keys, which are computed from one narrower vector per token (MLA)",
     "cross": "keys come from a different source than queries",
-    "linear": "positions are mixed without logits, as in linear attention and state-space layers; nothing is measured",
 }
-# The only type whose layers have no logits, and therefore no values and no thresholds.
-LINEAR = "linear"
 
 # One row per run in a study's table.csv.
 TABLE_COLUMNS: dict[str, Field] = {

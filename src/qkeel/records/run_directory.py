@@ -27,7 +27,6 @@ from qkeel.records.file_formats import (
     read_object,
     write_json,
 )
-from qkeel.records.recorded_fields import LINEAR
 
 # The name of events that correct the types in the run's description
 TYPES_EVENT = "layer types"
@@ -40,7 +39,7 @@ def layer_types(
 ) -> dict[str, str]:
     """Returns the type of each layer (LAYER_TYPES), from the description of a run and the events about later changes.
 
-    Runs of earlier versions do not record types. Layers without logits come last.
+    Runs of earlier versions do not record types.
 
     >>> layer_types({"sites": [{"name": "h.0", "type": "window"}, {"name": "h.1"}]})
     {'h.0': 'window'}
@@ -49,7 +48,6 @@ def layer_types(
     for site in about.get("sites") or ():
         if isinstance(site, dict) and {"name", "type"} <= site.keys():
             types[str(site["name"])] = str(site["type"])
-    types |= dict.fromkeys(map(str, about.get(LINEAR) or ()), LINEAR)
     for event in events:
         changed = event.get("types")
         if event.get("event") == TYPES_EVENT and isinstance(changed, dict):
@@ -225,8 +223,7 @@ class RunDirectory:
         if (self.path / "config.json").exists():
             old = self.config()
             if old != config:
-                a, b = flat(old), flat(config)
-                changed = [x for x in sorted({*a, *b}) if a.get(x) != b.get(x)]
+                changed = differences(old, config)
                 raise RunDirectoryError(
                     f"{self.path} contains a run with a different configuration (these differ: {', '.join(changed)}). "
                     "Choose another directory; nothing was changed."
@@ -321,3 +318,13 @@ def flat(values: Mapping[str, object], under: str = "") -> dict[str, object]:
         nested = isinstance(value, Mapping)
         by_name |= flat(value, f"{under}{name}.") if nested else {under + name: value}
     return by_name
+
+
+def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+    """Returns the keys (dotted if nested) in which two configurations differ.
+
+    >>> differences({"optim": {"lr": 1.0}, "seed": 0}, {"optim": {"lr": 2.0}, "seed": 0})
+    ['optim.lr']
+    """
+    a, b = flat(old), flat(new)
+    return [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]

@@ -19,7 +19,6 @@ from qkeel.records import (
     CLASS_FIELDS,
     HEAD_FIELDS,
     LAYER_FIELDS,
-    LINEAR,
     RunStatus,
     head_field,
 )
@@ -140,11 +139,6 @@ def cautions(run: Watched) -> list[str]:
         )
         texts.append(
             f"{n} of {n + len(missed)} attention layers were watched. Not understood: {reasons}."
-        )
-    linear = [name for name, kind in run.types.items() if kind == LINEAR]
-    if linear:
-        texts.append(
-            f"Layers without logits, for which nothing is measured: {h.listing(linear)}."
         )
     if run.status is not RunStatus.DONE and run.records:
         texts.append(
@@ -446,10 +440,6 @@ def _layers(run: Watched) -> h.Table | None:
         cells = [h.Cell(run.types.get(layer, ""))] if is_typed else []
         cells += [h.measured(float(values[i])) for values in last.values()]
         rows.append((layer, cells))
-    # Linear attention has no logits to measure; its rows say that it was not overlooked.
-    for name, kind in run.types.items():
-        if kind == LINEAR:
-            rows.append((name, [h.Cell(LINEAR), *[h.NOTHING] * len(last)]))
     return h.Table(
         title=f"Step {run.steps[-1]:,}: {h.count(len(run.layers), 'layer')}",
         texts=["Layer", *["Type"] * is_typed],
