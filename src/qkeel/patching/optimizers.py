@@ -9,7 +9,6 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, final
 
 import torch
@@ -114,24 +113,19 @@ class StepHooks(Handle):
     def __init__(
         self, before: Act | None, after: Act, optimizer: Optimizer | None = None
     ) -> None:
-        # Optimizer steps may be compiled; these hooks must not be compiled with them.
-        idle = self._idle_once_removed
-        post: Any = torch.compiler.disable(idle(after))
-        self._hooks: list[RemovableHandle] = []
-        if before is not None:
-            pre: Any = torch.compiler.disable(before_change(idle(before)))
-            hook = (
-                register_optimizer_step_pre_hook
-                if optimizer is None
-                else optimizer.register_step_pre_hook
+        register = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+        if optimizer is not None:
+            register = (
+                optimizer.register_step_pre_hook,
+                optimizer.register_step_post_hook,
             )
-            self._hooks.append(hook(pre))
-        hook = (
-            register_optimizer_step_post_hook
-            if optimizer is None
-            else optimizer.register_step_post_hook
-        )
-        self._hooks.append(hook(post))
+        self._hooks: list[RemovableHandle] = []
+        # Optimizer steps may be compiled; these hooks must not be compiled with them.
+        if before is not None:
+            pre: Any = torch.compiler.disable(before_change(self._acting(before)))
+            self._hooks.append(register[0](pre))
+        post: Any = torch.compiler.disable(self._acting(after))
+        self._hooks.append(register[1](post))
         super().__init__(lambda: None)
 
     def remove(self) -> None:
@@ -141,11 +135,10 @@ class StepHooks(Handle):
             for hook in self._hooks:
                 hook.remove()
 
-    def _idle_once_removed(self, act: Act) -> Callable[..., None]:
-        return lambda optimizer, *_: (
-            act(optimizer)
-            if self.active and not (_FILLS[0] in sys.modules and filling_state())
-            else None
+    def _acting(self, act: Act) -> Callable[..., None]:
+        """Calls `act` in steps that train, until the hooks are removed."""
+        return in_real_steps(
+            lambda optimizer, *_: act(optimizer) if self.active else None
         )
 
 
@@ -295,17 +288,9 @@ def filling_state() -> bool:
     fills = None if home is None else vars(home).get(_FILLS[1])
     if fills is None:
         return False
-    frame: FrameType | None = sys._getframe(1)
-    # a plain loop, since every step runs it.
-    while frame is not None and frame.f_code is not fills.__code__:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code is fills.__code__ for frame in running_frames())
 
 
 def in_real_steps(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps an optimizer hook so that it skips steps that only initialise the state."""
-    return functools.wraps(hook)(
-        lambda *args: (
-            None if _FILLS[0] in sys.modules and filling_state() else hook(*args)
-        )
-    )
+    return lambda *args: None if filling_state() else hook(*args)
