@@ -37,7 +37,6 @@ LENGTHS = [1, 7, 64, 129, 512, 2048]
 SIZES = [64, 8, 128, 24, 256, 40]
 STEPPED = [
     "lalr",
-    "lalr:decay=plain",
     "qk_lr",
     "qk_weight_decay",
     "qk_clip:threshold=0.001",

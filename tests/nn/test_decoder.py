@@ -154,7 +154,7 @@ def test_a_sequence_without_a_target_is_refused():
 
 
 def test_the_model_predicts_from_the_whole_source_and_the_target_before():
-    config = DecoderConfig(vocab_size=11, d_model=16, n_heads=2, base_width=8)
+    config = DecoderConfig(vocab_size=11, d_model=16, n_heads=2)
     model = EncoderDecoder(config, source=4).eval()
     model.init_weights(torch.Generator().manual_seed(0))
     tokens = torch.arange(9)[None]

@@ -19,7 +19,7 @@ from .test_saved_state import dcp_load, dcp_states
 WIDTH, STEPS = 16, 7
 BY_STEPS = (
     "lalr",
-    "lalr:norm=spectral,tau=0.3",
+    "lalr:tau=0.3",
     "qk_lr:factor=0.1",
     "qk_clip:threshold=0.5",
     "qk_clip:threshold=0.5,steps=matched",

@@ -104,7 +104,6 @@ def test_a_step_that_a_scaler_skips_changes_nothing_on_a_foreign_model(remedy, f
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     option = {
         "qk_clip": ":threshold=0.1",
-        "lalr": ":decay=plain",
         "spectral_cap": ":cap=0.01",
     }.get(remedy, "")
     with qkeel.apply(model, remedy + option, optimizer, batch=example("llama")):

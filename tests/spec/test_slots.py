@@ -311,15 +311,6 @@ def test_which_scales_are_one_number_and_what_is_left_without_the_position():
     )
     assert (both.base, both.with_base(Sqrt())) == (Fixed(2.0), rooted)
     assert (Sqrt().base, Sqrt().with_base(Fixed(2.0))) == (Sqrt(), Fixed(2.0))
-    for scale, tripled in (
-        (InverseSqrt(multiplier=3.0), InverseSqrt(multiplier=6.0)),
-        (
-            LogN(train_length=8),
-            LogN(train_length=8, inner=InverseSqrt(multiplier=2.0)),
-        ),
-        (Fixed(3.0), Fixed(3.0)),
-    ):
-        assert scale.with_multiplier(2.0) == tripled
 
 
 def test_factors_of_the_position_multiply_in_float32_or_wider():

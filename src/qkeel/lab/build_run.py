@@ -29,34 +29,25 @@ from qkeel.spec.presets import attention_spec
 
 # The optimizer of a run (AdamW, SGD or Muon) and its learning rate as a function of the step.
 
-# Option of a parameter group: its learning rate as a multiple of the run's learning
-# rate.
-RATE = "rate"
 
-
-def build_optimizer(
-    config: OptimConfig, model: nn.Module, width: float = 1.0
-) -> torch.optim.Optimizer:
+def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
     """Builds the optimizer for all parameters. Weight decay applies to matrices only, and Muon to hidden matrices only.
 
     The parameter groups are the hidden matrices, the embedding and the head, and the vectors and scalars. Groups added
     later have no weight decay.
 
-    Under µP the rate of hidden matrices is η · base width / width. Independent weight decay is w ← w - s·λ·w, where s
-    is the step's rate relative to the peak rate; an optimizer that multiplies decay by its rate η·s therefore gets
-    λ / η.
+    Independent weight decay is w ← w - s·λ·w, where s is the step's rate relative to the peak rate; an optimizer that
+    multiplies decay by its rate η·s therefore gets λ / η.
 
-    Args:
-        config: the optimizer's settings.
-        model: the model to train.
-        width: the width of the model as a multiple of µP's base width; 1 in the standard parametrisation.
-
-    Source: Yang et al. 2022, arXiv 2203.03466, table 8 (Adam); Wortsman et al. 2023, arXiv 2309.14322, section 3.2.
+    Source: Wortsman et al. 2023, arXiv 2309.14322, section 3.2.
     """
     hidden, tables, gains = _split(model)
+    decay = config.weight_decay
+    if config.decay == "independent":
+        decay /= config.lr
     groups: list[Group] = [
-        {"params": hidden, "weight_decay": _decay(config, 1 / width), RATE: 1 / width},
-        {"params": tables, "weight_decay": _decay(config)},
+        {"params": hidden, "weight_decay": decay},
+        {"params": tables, "weight_decay": decay},
         {"params": gains, "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
@@ -70,15 +61,6 @@ def build_optimizer(
     fused = all(fusable(p) for p in model.parameters())
     return torch.optim.AdamW(
         groups, lr=config.lr, betas=betas, eps=config.eps, weight_decay=0.0, fused=fused
-    )
-
-
-def _decay(config: OptimConfig, rate: float = 1.0) -> float:
-    """The weight decay for an optimizer that multiplies it by the group's rate, `rate` times the run's rate."""
-    return (
-        config.weight_decay
-        if config.decay == "coupled"
-        else config.weight_decay / (config.lr * rate)
     )
 
 
@@ -207,30 +189,8 @@ def layers(
     config: ModelConfig, train_length: int | None = None
 ) -> tuple[AttentionSpec, ...]:
     """Returns the spec of each layer; `train_length` is used by position encodings that depend on it."""
-    specs = layer_specs(
+    return layer_specs(
         attention_spec(config.attention), config.n_layers, config.position, train_length
-    )
-    return (
-        specs
-        if config.parametrisation == "standard"
-        else tuple(_mup(spec, config) for spec in specs)
-    )
-
-
-def width_ratio(config: ModelConfig) -> float:
-    """The width as a multiple of µP's base width; 1 in the standard parametrisation."""
-    return (
-        1.0
-        if config.parametrisation == "standard"
-        else config.d_model / config.base_width
-    )
-
-
-def _mup(spec: AttentionSpec, config: ModelConfig) -> AttentionSpec:
-    """Multiplies the scale 1/√d by √(base_head_dim / d), because µP divides q·k by d; other scales are kept."""
-    size = config.head_dim or config.d_model // config.n_heads
-    return spec.replace(
-        scale=spec.scale.with_multiplier((config.base_head_dim / size) ** 0.5)
     )
 
 
@@ -270,7 +230,6 @@ def _sizes(
         norm_order=config.norm_order,
         tied=config.tied,
         deepnorm=config.deepnorm,
-        base_width=None if config.parametrisation == "standard" else config.base_width,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import platform
@@ -19,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from qkeel.errors import DamagedFileError, RunDirectoryError
 from qkeel.handle import under
 from qkeel.kernels.native import ready as kernels_ready
-from qkeel.lab.build_run import build_optimizer, put_on, width_ratio
+from qkeel.lab.build_run import build_optimizer, put_on
 from qkeel.lab.config import RunConfig
 from qkeel.lab.tasks import load_task
 from qkeel.lab.text import Corpus
@@ -95,13 +94,9 @@ def check_alike(path: Path, before: Json, now: Json) -> None:
 
 
 def refuse_mixture(runs: Path, now: Json) -> None:
-    """Raises RunDirectoryError if a run in the folder was computed differently; see `check_alike`.
-
-    Damaged runs are skipped, because they will be repeated.
-    """
+    """Raises RunDirectoryError if a run in the folder was computed differently; see `check_alike`."""
     for file in sorted(runs.glob("*/env.json")):
-        with contextlib.suppress(DamagedFileError):
-            check_alike(file.parent, RunDirectory(file.parent).env(), now)
+        check_alike(file.parent, RunDirectory(file.parent).env(), now)
 
 
 def about_corpus(corpus: Corpus) -> Json:
@@ -158,9 +153,7 @@ class RunState:
             name for name, m in self.model.named_modules() if isinstance(m, SpecModule)
         )
         # Remedies come after the optimizer: some scale its steps, others add parameters to its groups.
-        self.optimizer = build_optimizer(
-            config.optim, self.model, width_ratio(config.model)
-        )
+        self.optimizer = build_optimizer(config.optim, self.model)
         self.handle = put_on(config, self.model, self.optimizer)
         # Loss scaling keeps gradients within the range of fp16. A scale is a power of two, so it does not round.
         self.scaler = GradScaler(self.device.type, enabled=config.dtype == "fp16")

@@ -67,12 +67,6 @@ class ModelConfig:
     """Whether the output layer shares the embedding's weights."""
     deepnorm: bool = False
     """Use DeepNorm's factors on the residual stream and the initial weights; for block=gau with norm_order=post."""
-    parametrisation: Literal["standard", "mup"] = "standard"
-    """standard, or mup for µP, which scales rates, logits and outputs so that one learning rate suits every width."""
-    base_width: Count = 64
-    """Width at which µP equals the standard parametrisation."""
-    base_head_dim: Count = 16
-    """Head dimension at which µP equals the standard parametrisation."""
 
     def __post_init__(self) -> None:
         settle(self)
@@ -81,8 +75,6 @@ class ModelConfig:
         check(is_single, "n_heads=1 for block=gau, which has one head", self.n_heads)
         has_units = self.mlp_ratio * self.d_model >= 1
         check(has_units, "an MLP with at least one unit", f"mlp_ratio={self.mlp_ratio}")
-        has_rule = self.parametrisation == "standard" or self.block == "mha"
-        check(has_rule, "block=mha with parametrisation=mup", self.block)
         if self.deepnorm and not (self.block == "gau" and self.norm_order == "post"):
             raise InvalidValueError("deepnorm needs block=gau with norm_order=post")
         if self.head_dim is None:
@@ -202,7 +194,6 @@ _NEWER = {
         "position": "",
         "deepnorm": False,
         "mlp_ratio": 4.0,
-        "parametrisation": "standard",
     },
     "optim": {"decay": "coupled"},
     "": {"accumulate": 1, "nudge": 0},
@@ -212,6 +203,11 @@ _NEWER = {
 # Settings of earlier versions by section -> the only value under which this version computes the same, and what replaces
 # the other values.
 _RETIRED: dict[str, dict[str, tuple[object, str]]] = {
+    "model": {
+        "parametrisation": ("standard", "models have the standard parametrisation"),
+        "base_width": (64, "models have the standard parametrisation"),
+        "base_head_dim": (16, "models have the standard parametrisation"),
+    },
     "data": {
         "tokens": (
             "bytes",
@@ -288,14 +284,6 @@ class RunConfig:
                 )
         _check_multiple("batch", self.data.batch, "accumulate", self.accumulate)
         _check_multiple("eval_every", self.eval_every, "log_every", self.log_every)
-        # Has no rule for other optimizers, nor for the input of a ViT.
-        if self.model.parametrisation == "mup":
-            name = self.optim.name
-            check(name == "adamw", "optimizer adamw with parametrisation=mup", name)
-            if self.data.task == "vision" or self.images.image_input == "patches":
-                raise InvalidValueError(
-                    "parametrisation=mup is for models that read tokens, not patches of images"
-                )
         is_device = self.device.split(":")[0] in ("auto", "cpu", "cuda", "mps")
         check(is_device, "device auto, cpu, cuda, cuda:N or mps", repr(self.device))
 
@@ -315,8 +303,6 @@ class RunConfig:
                 if table[name] == nothing:
                     del table[name]
         # Each setting that the rest of the configuration makes idle: two runs that differ in it only are one run.
-        if self.model.parametrisation == "standard":
-            del values["model"]["base_width"], values["model"]["base_head_dim"]
         if self.data.task != "translation":
             del values["data"]["pairs"]
         if self.data.task in ("text", "translation"):
@@ -385,9 +371,7 @@ def _check_multiple(
 
 # The settings of a run that can be axes of a grid, with their sections.
 SETTINGS: dict[str, str] = {
-    **dict.fromkeys(
-        ("d_model", "n_layers", "n_heads", "head_dim", "parametrisation"), "model"
-    ),
+    **dict.fromkeys(("d_model", "n_layers", "n_heads", "head_dim"), "model"),
     **dict.fromkeys(("context", "batch"), "data"),
     **dict.fromkeys(("schedule", "weight_decay", "decay"), "optim"),
     "steps": "",

@@ -215,7 +215,7 @@ def run_directory(out: Path, run: PlannedRun) -> Path:
 
 
 def pending(plan: Plan, out: Path) -> list[PlannedRun]:
-    """Returns the unfinished or damaged runs in the order in which they begin.
+    """Returns the unfinished runs in the order in which they begin.
 
     The longest come first, so that workers finish at about the same time; of equally long ones the primary comparison,
     and then one seed after the other, so that a page about an unfinished study has whole comparisons.
@@ -230,7 +230,7 @@ def pending(plan: Plan, out: Path) -> list[PlannedRun]:
 
 def _is_pending(plan: Plan, out: Path, run: PlannedRun) -> bool:
     directory = RunDirectory(run_directory(out, run))
-    if directory.status is not RunStatus.DONE or directory.damage():
+    if directory.status is not RunStatus.DONE:
         return True
     return plan.contexts is not None and bool(
         missing(directory, plan.contexts.of(run.name))

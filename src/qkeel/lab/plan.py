@@ -50,7 +50,6 @@ class Grid:
     context: Sequence[int] = ()  #: number of tokens per sequence
     batch: Sequence[int] = ()  #: number of sequences per step
     steps: Sequence[int] = ()  #: number of optimizer steps per run
-    parametrisation: Sequence[str] = ()  #: "standard" or "mup"
     schedule: Sequence[str] = ()  #: "constant", "cosine" or "wsd"
     weight_decay: Sequence[float] = ()  #: weight decay of matrices, at least 0
     decay: Sequence[str] = ()  #: "coupled" or "independent" weight decay

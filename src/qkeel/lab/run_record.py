@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from qkeel import metrics
 from qkeel.capture.calls import Seen, statistics
-from qkeel.errors import DamagedFileError, RefusedError, RunDirectoryError, caution
+from qkeel.errors import DamagedFileError, RefusedError, RunDirectoryError
 from qkeel.functional.bounds import repeat_groups
 from qkeel.functional.class_statistics import ClassStats, TokenClasses
 from qkeel.functional.norms import widest
@@ -376,7 +376,8 @@ class RunRecord:
     def prepare(self, command: str) -> None:
         """Sets the directory and the weights to the step of the checkpoint, or to step 0 if there is no record.
 
-        If the checkpoint or a file on which it relies is damaged, the run starts again.
+        Raises:
+            RunDirectoryError: the checkpoint or a file on which it relies is damaged, which a kill cannot cause.
         """
         about = environment(
             self.config, self.state.task.corpus, self.state.model, command
@@ -384,8 +385,9 @@ class RunRecord:
         try:
             checkpoint = self._checkpoint(about)
         except DamagedFileError as damage:
-            caution(f"{str(damage).rstrip('.')}. The run starts again.")
-            checkpoint = None
+            raise RunDirectoryError(
+                f"{str(damage).rstrip('.')}. Restore it, or delete {self.directory.path} to run again."
+            ) from damage
         if checkpoint is None:
             self.directory.start_again()
             write_json(self.directory.path / "env.json", about)
