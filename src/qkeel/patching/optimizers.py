@@ -43,25 +43,21 @@ def listed(optimizer: object) -> list[Optimizer]:
     if not several:
         raise InvalidTypeError("expected at least one optimizer, got an empty list")
     for i, entry in enumerate(several):
-        if isinstance(entry, type) and issubclass(entry, Optimizer):
-            name = entry.__name__
-            raise InvalidTypeError(
-                f"expected an optimizer, got the class {name}; make one: {name}(model.parameters())"
-            )
         inner: Any = entry
         # Fabric's wrapper is of the optimizer's class, and has the optimizer as a property; DeepSpeed's is no Optimizer.
         # Both hold groups of parameters, which a scheduler, that has an optimizer too, does not.
         while inner is not None and not _is_stepped(inner):
             has_groups = getattr(inner, "param_groups", None) is not None
             inner = getattr(inner, "optimizer", None) if has_groups else None
-        if inner is None and not isinstance(entry, Optimizer):
-            raise InvalidTypeError(
-                f"expected a torch.optim.Optimizer or a list of them, got {type(entry).__name__}"
-            )
         if inner is None:
+            # A class that was not called, a scheduler, or a wrapper that does not call Optimizer.__init__.
+            what = (
+                f"the class {entry.__name__}"
+                if isinstance(entry, type)
+                else type(entry).__name__
+            )
             raise InvalidTypeError(
-                f"expected an optimizer whose steps run torch's hooks, got {type(entry).__name__}, which does not call "
-                "Optimizer.__init__; pass the optimizers inside it, as a list"
+                f"expected a torch.optim.Optimizer or a list of them, got {what}; of a wrapper pass the optimizers inside"
             )
         several[i] = _stepped_within(inner)
     return several
