@@ -148,16 +148,16 @@ def trained_stage(name, setup):
     )
     hidden = torch.rand(2, wrapped.TOKENS, wrapped.WIDTH, dtype=torch.float64)
     examples = [hidden if i else wrapped.batch(0)[:2] for i in parts]
-    several = setup == INTERLEAVED
-    handle = qkeel.apply(
-        [*parts.values()] if several else stage,
-        CALLS[name],
-        optimizer,
-        batch=examples if several else examples[0],
-    )
+    handles = [
+        qkeel.apply(
+            part if setup == INTERLEAVED else stage, CALLS[name], optimizer, batch=x
+        )
+        for part, x in zip(parts.values(), examples, strict=True)
+    ]
     for number in range(STEPS):
         run(stage, optimizer, number)
-    handle.remove()
+    for handle in handles:
+        handle.remove()
     return {
         n.replace("layers.0", f"model.layers.{i}"): p.detach()
         for i, part in parts.items()

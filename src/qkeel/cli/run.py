@@ -20,7 +20,6 @@ from typing import Annotated, Any
 
 import docstring_parser
 from cyclopts import Parameter
-from rich.console import Console
 
 from qkeel.cli.commands import COLLAPSED, FAILED, HELP_ALL, OK, command_line
 from qkeel.cli.console import (
@@ -45,14 +44,13 @@ from qkeel.lab.config import (
 )
 from qkeel.lab.execute import (
     Execution,
-    StudyResult,
     make_plan,
     pending,
     run_directory,
     run_plan,
 )
 from qkeel.lab.executors import Outcome, default_jobs
-from qkeel.lab.plan import Grid, LongContexts, Plan, Study, StudyOption
+from qkeel.lab.plan import Grid, LongContexts, Study, StudyOption
 from qkeel.lab.quick_demo import quick_demo
 from qkeel.lab.studies import MULTIMODAL_BASE, STUDIES
 from qkeel.options import annotations
@@ -398,7 +396,6 @@ def run_study(
     """
     console = make_console()
     jobs = default_jobs(how.executor) if how.jobs is None else how.jobs
-    execution = Execution(workers=jobs, executor=how.executor, command=command_line())
     plan = make_plan(study, base, grid, contexts)
     left = pending(plan, out)
     print_line(console, f"study {out}")
@@ -421,7 +418,19 @@ def run_study(
             console,
             f"page {page.file}: it appears after two runs, and fills while the others end",
         )
-    study_result = _execute(console, plan, out, execution, page)
+    view = StudyView(console, left, out)
+
+    def on_outcome(outcome: Outcome) -> None:
+        view.on_outcome(outcome)
+        page.on_outcome(outcome)
+
+    execution = Execution(
+        workers=jobs,
+        executor=how.executor,
+        command=command_line(),
+        on_outcome=on_outcome,
+    )
+    study_result = run_plan(plan, out, execution)
     write(out, page.file)
     for role in () if plan.contexts else dict.fromkeys(run.role for run in plan.runs):
         ids = {run.config.run_id for run in plan.runs if run.role == role}
@@ -456,21 +465,3 @@ class StudyPage:
             with contextlib.suppress(QkeelError):
                 write(self.file.parent, self.file, refresh=PAGE_SECONDS)
             self._written = at
-
-
-def _execute(
-    console: Console,
-    plan: Plan,
-    out: Path,
-    execution: Execution,
-    page: StudyPage | None = None,
-) -> StudyResult:
-    """Executes the remaining runs of a plan and shows their progress on the console and on the page."""
-    view = StudyView(console, pending(plan, out), out)
-
-    def on_outcome(outcome: Outcome) -> None:
-        view.on_outcome(outcome)
-        if page is not None:
-            page.on_outcome(outcome)
-
-    return run_plan(plan, out, dataclasses.replace(execution, on_outcome=on_outcome))

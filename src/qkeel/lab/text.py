@@ -50,24 +50,13 @@ _NOT_STDLIB = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TextSource:
-    """Texts as bytes, with the name of their source. A corpus of several documents is split between documents if
-    possible; see `split`."""
-
-    name: str
-    texts: tuple[bytes, ...]
-
-
-def read_documents(source: str) -> TextSource:
+def read_documents(source: str) -> tuple[bytes, ...]:
     """Reads the documents of any source other than a .bin file; see DataConfig.source.
 
-    >>> len(read_documents("stdlib").texts) > 100
+    >>> len(read_documents("stdlib")) > 100
     True
     """
-    if source in BUILT_IN:
-        return BUILT_IN[source]()
-    return TextSource(Path(source).name or source, tuple(_files(source)))
+    return BUILT_IN[source]() if source in BUILT_IN else tuple(_files(source))
 
 
 def read_bytes(path: Path) -> bytes:
@@ -75,7 +64,7 @@ def read_bytes(path: Path) -> bytes:
     return read_file(path, DataError)
 
 
-def _stdlib() -> TextSource:
+def _stdlib() -> tuple[bytes, ...]:
     root = sysconfig.get_path("stdlib")
     paths: list[str] = []
     for folder, folders, names in os.walk(root):
@@ -84,24 +73,20 @@ def _stdlib() -> TextSource:
         paths.extend(
             os.path.join(folder, name) for name in sorted(names) if name.endswith(".py")
         )
-    return TextSource(
-        "stdlib", (*(read_bytes(Path(path)) for path in paths), *_topics().texts)
-    )
+    return (*(read_bytes(Path(path)) for path in paths), *_topics())
 
 
-def _topics() -> TextSource:
+def _topics() -> tuple[bytes, ...]:
     try:
         from pydoc_data import topics
     except ImportError as error:  # some distributions package Python without pydoc_data
         raise DataError(
             "this Python has no pydoc_data, so the corpus 'topics' is not available"
         ) from error
-    return TextSource(
-        "topics", tuple(topics.topics[name].encode() for name in sorted(topics.topics))
-    )
+    return tuple(topics.topics[name].encode() for name in sorted(topics.topics))
 
 
-BUILT_IN: dict[str, Callable[[], TextSource]] = {
+BUILT_IN: dict[str, Callable[[], tuple[bytes, ...]]] = {
     "stdlib": functools.cache(_stdlib),
     "topics": functools.cache(_topics),
 }
@@ -313,13 +298,12 @@ def _load(
         path.suffix == ".bin" or (path / "train.bin").is_file()
     ):
         return _tokens(path, vocab_size)
-    documents = read_documents(source)
-    train, held = split(documents.texts)
+    train, held = split(read_documents(source))
     if not train:
         raise DataError(f"{source} is empty; expected text")
     parts = [np.frombuffer(b"".join(texts), dtype=np.uint8) for texts in (train, held)]
     return _corpus(
-        documents.name,
+        path.name or source,
         "byte",
         parts,
         vocab_size or 256,

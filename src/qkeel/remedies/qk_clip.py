@@ -252,9 +252,8 @@ class _Clip:
         # Maxima from a step that a GradScaler skipped; -inf from other steps.
         self.kept: Tensor | None = None
         self._copies: dict[int, tuple[str, ...]] = {}
-        # The same list while no module is put in, wrapped or moved.
+        # The tree gives the same list while no module is put in, wrapped or moved.
         self._modules = self.tap.tree.named()
-        self._earlier_names: dict[str, str] = {}
         self._has_warned = self._has_warned_of_frozen = False
         self._has_warned_of_open_step = False
         #: Of each head that every step clips: the product of the factors so far, and its largest logit before them.
@@ -307,8 +306,7 @@ class _Clip:
         # What was not trained is dropped.
         self.tap.take("eval")
         measured = self.tap.take("train")
-        names = self._names_at_apply(measured)
-        self._has_maxima |= bool(names)
+        self._has_maxima |= bool(measured)
         is_first = optimizer is self._first()
         if (
             is_first
@@ -330,6 +328,7 @@ class _Clip:
         # All heads of alike sites lie in one tensor.
         largest = [stats.max_logit for stats in joint_statistics(measured).values()]
         if not is_usual or any(map(self._is_over, largest)):
+            names = self._names_at_apply(measured)
             maxima = {name: measured[x].max_logit for x, name in names.items()}
             self._set_factors(self.shared.over_all(maxima), infinite)
         else:
@@ -355,25 +354,14 @@ class _Clip:
     def _names_at_apply(self, measured: Iterable[str]) -> dict[str, str]:
         """Returns, by the names of the sites that were measured, those that they had when the clip was applied."""
         modules = self.tap.tree.named()
-        if modules is not self._modules:
-            self._modules = modules
-            names = {id(module): name for name, module in modules}
-            earlier = {x.name.partition("#")[0]: x.module for x in self.sites}
-            self._earlier_names = {
-                # What now has the name of a layer that was moved is none of the clip's.
-                **dict.fromkeys(earlier, ""),
-                **{
-                    names[id(module)]: name
-                    for name, module in earlier.items()
-                    if id(module) in names
-                },
-            }
-        if not self._earlier_names:
+        if modules is self._modules:
             return {name: name for name in measured}
-        names = {}
+        earlier = {id(module): name for name, module in self._modules}
+        current, names = dict(modules), {}
         for name in measured:
             module, mark, number = name.partition("#")
-            names[name] = f"{self._earlier_names.get(module, module)}{mark}{number}"
+            # What is new, or has the name of a layer that was moved, is none of the clip's.
+            names[name] = f"{earlier.get(id(current[module]), '?')}{mark}{number}"
         return names
 
     @torch.no_grad()
