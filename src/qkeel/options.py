@@ -125,6 +125,7 @@ NotNegative = Annotated[float, Bound(included=True)]
 Share = Annotated[float, Bound(included=True, most=1.0)]
 Natural = Annotated[int, Bound(included=True)]
 Count = Annotated[int, Bound(1, included=True)]
+_MOST = 1 << 53
 _SPOKEN = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -173,6 +174,10 @@ def checked(value: Any, kind: Any, name: str) -> Any:
         value = float(value)
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise InvalidTypeError(f"expected {_SPOKEN[kind]} for {name}, got {value!r}")
+    if kind is int and not -_MOST < value < _MOST:
+        raise InvalidValueError(
+            f"expected {name} between -2^53 and 2^53, which JSON holds exactly, got {value}"
+        )
     # The name of a file may hold bytes that are no UTF-8; they arrive as lone surrogates, which no file in UTF-8 can hold.
     if (
         isinstance(value, str)
