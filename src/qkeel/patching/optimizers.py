@@ -109,19 +109,18 @@ class StepHooks(Handle):
     def __init__(
         self, before: Act | None, after: Act, optimizer: Optimizer | None = None
     ) -> None:
-        register = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+        register_before: Any = register_optimizer_step_pre_hook
+        register_after: Any = register_optimizer_step_post_hook
         if optimizer is not None:
-            register = (
-                optimizer.register_step_pre_hook,
-                optimizer.register_step_post_hook,
-            )
+            register_before = optimizer.register_step_pre_hook
+            register_after = optimizer.register_step_post_hook
         self._hooks: list[RemovableHandle] = []
         # Optimizer steps may be compiled; these hooks must not be compiled with them.
         if before is not None:
             pre: Any = torch.compiler.disable(before_change(self._acting(before)))
-            self._hooks.append(register[0](pre))
+            self._hooks.append(register_before(pre))
         post: Any = torch.compiler.disable(self._acting(after))
-        self._hooks.append(register[1](post))
+        self._hooks.append(register_after(post))
         super().__init__(lambda: None)
 
     def remove(self) -> None:
