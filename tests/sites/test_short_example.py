@@ -123,7 +123,7 @@ def parts(*inputs, batch=B):
 def test_a_sequence_of_twice_the_tokens_that_are_looked_at_is_not_cut():
     for length, cut in (
         (2 * TOKENS, []),
-        (2 * TOKENS + 1, [(SAMPLES, 2 * TOKENS + 1)]),
+        (2 * TOKENS + 1, [(SAMPLES, 2 * TOKENS + 1), (1, 0)]),
     ):
         assert parts(torch.ones(B, length, 8)) == [*cut, (SAMPLES, 0), (0, 0)]
 
@@ -131,7 +131,7 @@ def test_a_sequence_of_twice_the_tokens_that_are_looked_at_is_not_cut():
 def test_off_the_cpu_nothing_is_cut_where_a_number_may_be_the_place_of_a_token():
     ids, states = tokens().to("meta"), torch.randn(B, T, 8, device="meta")
     mask = torch.ones(B, 1, T, T, dtype=torch.bool, device="meta")
-    assert parts(states, mask) == [(SAMPLES, T), (SAMPLES, 0), (0, 0)]
+    assert parts(states, mask) == [(SAMPLES, T), (1, 0), (SAMPLES, 0), (0, 0)]
     assert parts(states, ids) == [(SAMPLES, 0), (0, 0)]
     assert parts(states, ids[:, 0]) == [(0, 0)]
 
