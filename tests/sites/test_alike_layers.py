@@ -176,7 +176,7 @@ class ByNumber(Heads):
 
 
 def facts(site):
-    gains = [(gain.kind, gain.factor) for gain in site.query_gains + site.key_gains]
+    gains = [gain.index.tolist() for gain in site.query_gains + site.key_gains]
     weights = [s.parameter.split(".")[-2] for s in (*site.query, *site.key)]
     return site.spec, weights, site.normed, gains, site.verified, site.unscaled
 

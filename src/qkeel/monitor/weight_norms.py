@@ -428,7 +428,7 @@ class StepSpectra:
                 head_slice.parameter for head_slice in (*site.query, *site.key)
             }
             for norm in (*site.query_gains, *site.key_gains):
-                self._names |= {norm.parameter} - {None}  # type: ignore[arg-type]
+                self._names.add(norm.parameter)
         self._before: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -495,11 +495,11 @@ def _times_gains(
     """
     gains = torch.ones(n_heads, x.shape[1], dtype=x.dtype, device=x.device)
     for norm in norms:
-        if norm.parameter is None or norm.index is None or n_heads % len(x):
+        if n_heads % len(x):
             return x
         p = weights[norm.parameter].detach()
         if norm.index.shape[1] not in (1, x.shape[1]) or dist.is_split(p):
             return x
         gain = norm.offset + p.flatten()[norm.index.to(p.device)].to(x.dtype)
-        gains[list(norm.heads)] = norm.factor * gain.expand(len(norm.heads), -1)
+        gains[list(norm.heads)] = gain.expand(len(norm.heads), -1)
     return x.repeat_interleave(n_heads // len(x), 0) * gains[..., None]

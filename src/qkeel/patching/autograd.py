@@ -36,11 +36,6 @@ def inputs_of(node: Node) -> list[Node]:
     return [above for above, _ in node.next_functions if above is not None]
 
 
-def saved_operand(node: Node, place: int) -> Tensor | None:
-    """Returns the first (0) or second (1) operand of a product or quotient, or None if the graph does not keep it."""
-    return _saved(node, "_saved_other" if place else "_saved_self")
-
-
 def saved_factor(node: Node) -> Tensor | None:
     """Returns the first factor of a matrix product, or None for other nodes and if the graph does not keep it."""
     is_sum = node.name().startswith("Addmm")
@@ -66,18 +61,6 @@ def is_transposed(node: Node) -> bool:
     """True for a transposed convolution, whose weight has the input features as its first dimension."""
     kept: Any = node
     return bool(kept._saved_transposed)
-
-
-def normalized_shape(node: Node) -> tuple[int, ...]:
-    """Returns the sizes of the trailing dimensions over which torch's layer norm or RMS norm was computed."""
-    kept: Any = node
-    return tuple(kept._saved_normalized_shape)
-
-
-def saved_gain(node: Node) -> Tensor | None:
-    """Returns the gain of torch's layer norm or RMS norm."""
-    kept: Any = node
-    return kept._saved_weight
 
 
 def mark_as_norm(x: Tensor) -> None:

@@ -261,7 +261,7 @@ def _input_widths(frame: ModuleCall) -> set[int]:
 
 
 def parts_of_arguments(frame: ModuleCall) -> Iterator[PartOfArguments]:
-    """Yields parts of a call's arguments, the smallest first, one whole sample, and all of them.
+    """Yields parts of a call's arguments, the smallest first, and all of them.
 
     Dimension 0 of a module's first tensor is the batch, and the next one the tokens, unless another dimension of that
     tensor has the same size. An index beyond the end raises an exception on the CPU but ends the process on other
@@ -274,7 +274,6 @@ def parts_of_arguments(frame: ModuleCall) -> Iterator[PartOfArguments]:
     indices = [x for x in frame.inputs if not x.is_cpu and x.dtype in _WHOLE_NUMBERS]
     if is_unique and not indices and size > 2 * TOKENS:
         yield PartOfArguments(samples=samples, tokens=size)
-        yield PartOfArguments(samples=1)
     if samples and all(x.ndim > 1 for x in indices):
         yield PartOfArguments(samples=samples)
     yield PartOfArguments()

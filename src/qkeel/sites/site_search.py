@@ -45,7 +45,6 @@ from qkeel.errors import (
     NoAttentionError,
     QkeelError,
     RefusedError,
-    caution,
 )
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.modes import Args, Kwargs
@@ -270,10 +269,6 @@ class SiteSearch:
             may_cut = self._cuts and id(frame.module) not in self._whole
             if arguments.tokens and not may_cut:
                 continue
-            # One whole sequence shows what a norm does, if two short ones have shown the heads.
-            may_be_one = trace and trace.is_normed and trace.has_plain_layouts
-            if arguments.samples == 1 and not may_be_one:
-                continue
             try:
                 trace = self._run(frame, arguments)
             except Exception as failure:
@@ -281,10 +276,10 @@ class SiteSearch:
                 error = failure
                 continue
             # In attention between channels, the tokens are the features.
-            is_short = arguments.tokens and (
-                trace.is_normed or any(x.head_dim == TOKENS for x in trace.sites)
+            is_of_tokens = arguments.tokens and any(
+                site.head_dim == TOKENS for site in trace.sites
             )
-            if not is_short and all(site.verified for site in trace.sites):
+            if not is_of_tokens and all(site.verified for site in trace.sites):
                 break
         is_split = any(map(dist.is_split, frame.module.parameters()))
         is_apart = isinstance(error, CannotRerunError) and trace is None
@@ -293,8 +288,6 @@ class SiteSearch:
             trace = self._tried(frame, PartOfArguments(), waits=True)
         if trace is None:
             self._error = error
-        elif trace.arguments.tokens and trace.is_normed:
-            self._leave_norms_out(trace, frame)
         elif frame.batch == 1 and not trace.has_plain_layouts:
             # With one sample, (h b) and (b h) look alike, and larger batches may follow.
             return self._tried(frame, PartOfArguments(doubles=True)) or trace
@@ -313,13 +306,11 @@ class SiteSearch:
     def _run(
         self, frame: ModuleCall, arguments: PartOfArguments, *, waits: bool = False
     ) -> ModuleTrace:
-        """The trace of a copy of a module with a part of what it was called with, which is verified. Behind a norm, values
-        may grow with the position, so whole sequences are verified there."""
+        """The trace of a copy of a module with a part of what it was called with, which is verified."""
         with unnoticed(waits=waits):
             given = arguments.given(frame)
         trace = self._read_given(frame, arguments, given, waits=waits)
-        if not (arguments.tokens and trace.is_normed):
-            trace.verify(self._verification, waits=waits)
+        trace.verify(self._verification, waits=waits)
         return trace
 
     def _read_given(
@@ -340,16 +331,6 @@ class SiteSearch:
         with unnoticed(waits=waits):
             lone = LoneCall(name, copy_of(module, self._held), given)
         return read_module(frame, arguments, lone, shared=shared, waits=waits)
-
-    def _leave_norms_out(self, trace: ModuleTrace, frame: ModuleCall) -> None:
-        """Verifies sites behind norms by some of the tokens, as all of them don't run, and tells that their bounds are not
-        known then."""
-        trace.verify(self._verification)
-        trace.set_sites(
-            dataclasses.replace(site, query_gains=(), key_gains=())
-            for site in trace.sites
-        )
-        caution(_NO_BOUNDS.format(self._names[id(frame.module)]))
 
     def _add(self, trace: ModuleTrace, frame: ModuleCall) -> None:
         """Adds the sites that a trace shows; `frame` is the call that is about to be read."""
@@ -439,13 +420,6 @@ def _not_kept() -> NoReturn:
     raise RuntimeError(
         "the search kept no graphs: a remedy that asks for them has `reads_graph = True`"
     )
-
-
-_NO_BOUNDS = (
-    "the logit bounds that the norms of {} imply are unknown and not watched: there is not enough memory to read them "
-    "from one whole sequence. For the bounds, call find_sites with a batch of one sequence that is as long as memory "
-    "allows, and pass the sites that it returns to watch(sites=...)"
-)
 
 
 # --- A pass that qkeel makes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import (
     Callable,
     Collection,
@@ -130,11 +131,6 @@ class ModuleTrace:
     places: dict[str, CallPlace]
     values: dict[str, Tensor]
     read: Callable[[], ModuleTrace] | None = None
-
-    @property
-    def is_normed(self) -> bool:
-        """True if there is a norm on the way to the logits of one of its sites."""
-        return any(site.normed for site in self.sites)
 
     @property
     def has_plain_layouts(self) -> bool:
@@ -442,10 +438,10 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
     between: tuple[HeadSlice, ...] = ()
     why = "; ".join(lost)
     try:
-        known_terms, normed, between = sum_terms(products, first.frame, names)
+        known_terms, factors, between = sum_terms(products, first.frame, names)
         terms = () if lost else known_terms
     except UnknownRowsError as error:
-        normed = any(s.normed for s in sides(products, first.frame, names))
+        factors = sides(products, first.frame, names)
         why = "; ".join((*lost, str(error)))
     if layout is not None and layout.guess:
         # Different features for every head are as conclusive as the experiment would have been.
@@ -456,9 +452,13 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
     query_gains: Gains = ()
     key_gains: Gains = ()
     is_plain = all(s.added is None and is_product(s.call) for s in calls)
-    if q is not None and k is not None and is_plain:
-        query_gains = seen_gains(q, names)
-        key_gains = seen_gains(k, names) if query_gains else ()
+    if len(factors) == 2 and is_plain:
+        slices = itertools.chain(*((*t.query, *t.key) for t in terms))
+        projections = {x for s in slices for x in (s.parameter, s.bias) if x}
+        query_gains, key_gains = (
+            seen_gains(factor, projections) if factor.normed else ()
+            for factor in factors
+        )
     heads = call.scores_shape[1] * len(calls)
     # Each query vector counts once, and products of the same weights, of which a mask chooses one for each pair
     # (ReRoPE), are one term.
@@ -477,7 +477,7 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
         head_dim=sum(a.shape[-1] for a in queries),
         terms=terms,
         why=why,
-        normed=normed,
+        normed=any(factor.normed for factor in factors),
         query_gains=query_gains,
         key_gains=key_gains,
         between=between,
