@@ -102,7 +102,7 @@ def seen_gains(side: Side, known: set[str]) -> tuple[NormGain, ...]:
             float((use.parameter.detach().double() * g).sum())
             for use, g in used.values()
         )
-        limit = max(_UNEXPLAINED, 4 * torch.finfo(x.dtype).eps) * squares
+        limit = max(_UNEXPLAINED, torch.finfo(x.dtype).eps) * squares
         offset = 0.0
         if abs(unexplained) > limit:
             offset = 1.0
