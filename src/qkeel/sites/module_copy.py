@@ -21,7 +21,7 @@ from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.held_objects import CONSTANTS, reachable
 from qkeel.patching.modes import CollectiveMode, without_modes
-from qkeel.patching.module_tables import TABLES, modules_of, parameters_of
+from qkeel.patching.module_tables import TABLES, modules_of, parameters_in
 from qkeel.sites.search_passes import eagerly, saving_unseen
 
 # An attribute of copies. They hold weights of the model's until a garbage collection, and whoever looks through all live
@@ -54,33 +54,20 @@ class PartOfModel(nn.Module):
         return inner(*args, **kwargs)
 
 
-def copy_of(
-    module: nn.Module,
-    shared: Iterable[nn.Parameter],
-    weights: Mapping[str, Tensor] | None = None,
-) -> nn.Module:
+def copy_of(module: nn.Module, shared: Iterable[nn.Parameter]) -> nn.Module:
     """A copy of a module that may be running. Its plain parameters share the memory of the module's, whose versions its
-    writes don't raise; others, such as quantised ones, are the module's, and so are the `shared` ones of other modules.
-
-    weights: what takes the place of the module's parameters, by their names in it."""
+    writes don't raise; others, such as quantised ones, are the module's, and so are the `shared` ones of other modules."""
     memo: dict[int, Any] = {id(p): p for p in shared}
-    tree = modules_of(module)
-    for path, inner in tree.items():
-        for key, p in parameters_of(inner).items():
-            if p is None:
-                continue
-            name = f"{path}.{key}" if path else key
-            value = p if weights is None else weights[name]
-            if type(p) is nn.Parameter and p.is_floating_point():
-                memo[id(p)] = nn.Parameter(value.detach())
-            elif vars(value) and not is_wrapper(value):
-                # A layer of bitsandbytes moves what is quantised from the attributes of its weight in its first pass.
-                twin = torch.Tensor._make_subclass(type(value), value.data, False)
-                vars(twin).update(vars(value))
-                memo[id(p)] = twin
-            elif weights is not None:
-                memo[id(p)] = value
-    for inner in tree.values():
+    tree = [*modules_of(module).values()]
+    for p in parameters_in(tree):
+        if is_plain(p):
+            memo[id(p)] = nn.Parameter(p.detach())
+        elif vars(p) and not is_wrapper(p):
+            # A layer of bitsandbytes moves what is quantised from the attributes of its weight in its first pass.
+            twin = torch.Tensor._make_subclass(type(p), p.data, False)
+            vars(twin).update(vars(p))
+            memo[id(p)] = twin
+    for inner in tree:
         attributes: list[Any] = []
         for value in vars(inner).values():
             # deepcopy is slow for tables, of which a module has many, nearly all of them empty.
@@ -105,7 +92,7 @@ def copy_of(
                 elif not x.is_leaf:
                     memo[id(x)] = x.detach().clone()
     twins: list[tuple[nn.Module, dict[str, Any]]] = []
-    for inner in tree.values():
+    for inner in tree:
         if _is_sharded(inner):
             twin, state = _unsharded(inner), _without_sharding(inner)
         elif _is_copied_by_attributes(type(inner)):
@@ -133,6 +120,11 @@ def copy_of(
     copied = copy.deepcopy(module, memo)
     vars(copied)[COPY_MARK] = True
     return copied
+
+
+def is_plain(p: nn.Parameter) -> bool:
+    """True for a weight of real numbers that no subclass of tensors stores in another way."""
+    return type(p) is nn.Parameter and p.is_floating_point()
 
 
 # What deepcopy asks a class for.

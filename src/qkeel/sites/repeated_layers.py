@@ -23,6 +23,7 @@ from qkeel.sites.module_copy import (
     LoneCall,
     copy_of,
     hidden_states,
+    is_plain,
 )
 from qkeel.sites.site import AttentionSite, Sites, renamed, within
 from qkeel.sites.trace import ModuleTrace
@@ -71,9 +72,7 @@ class KnownModule:
         is_called_alike = structure == self._structure and all(
             a is b or torch.equal(a, b) for a, b in zip(self._constants, constants)
         )
-        # fully_shard frees weights at the end of the module's call.
-        are_there = all(x.untyped_storage().size() for x in self._weights.values())
-        if not is_called_alike or not are_there:
+        if not is_called_alike:
             return None
         calls = self._calls_of(module)
         if [_facts_of(call) for call in calls] != self._facts:
@@ -95,11 +94,11 @@ class KnownModule:
 
         Raises: CannotRerunError if it makes others.
         """
-        copied = copy_of(module, (), self._weights)
+        copied = copy_of(module, ())
         lone = LoneCall(self._name, copied, self._trace.lone.given)
         with lone.opened(runs_once=True):
             seed_generators(copied.parameters())
-            return self._repeated.read(lone)
+            return self._repeated.read(lone, self._weights)
 
 
 def _shapes_of(module: nn.Module) -> list[object]:
@@ -111,18 +110,18 @@ def _shapes_of(module: nn.Module) -> list[object]:
 def _drawn_weights(
     module: nn.Module, name: str, site: AttentionSite
 ) -> dict[str, Tensor]:
-    """Copies of the weights of a module by their names in it, of which those of q and k are drawn at random: rows that are
-    equal or zero would not show which of them makes what."""
+    """Copies of the plain weights of a module by their names in the model, of which those of q and k are drawn at random:
+    rows that are equal or zero would not show which of them makes what."""
     generator = torch.Generator().manual_seed(0)
     drawn = {s.parameter for s in (*site.query, *site.key)}
     weights: dict[str, Tensor] = {}
     for path, p in module.named_parameters(remove_duplicate=False):
-        if within(name, path) in drawn:
+        parameter = within(name, path)
+        if parameter in drawn:
             noise = torch.randn(p.shape, generator=generator)
-            weights[path] = (noise * p[0].numel() ** -0.5).to(p)
-        else:
-            # Others than plain ones, such as quantised weights, can't be copied and stay the module's.
-            weights[path] = p.detach().clone() if type(p) is nn.Parameter else p
+            weights[parameter] = (noise * p[0].numel() ** -0.5).to(p)
+        elif is_plain(p):
+            weights[parameter] = p.detach().clone()
     return weights
 
 
