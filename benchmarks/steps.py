@@ -60,8 +60,6 @@ def step_cases(layers: int, heads: int, dim: int, more: bool = False) -> Cases:
     }
     if more:
         cases |= {
-            "AdamW, fused + lalr (plain decay)": fused("lalr:decay=plain"),
-            "AdamW, fused + lalr (spectral)": fused("lalr:norm=spectral"),
             "AdamW, fused + qk_weight_decay": fused("qk_weight_decay"),
             "AdamW, foreach": adamw_step(layers, heads, dim, "none", foreach=True),
         }
@@ -74,9 +72,6 @@ def optimizer_cases(layers: int, heads: int, dim: int, device: str) -> Cases:
     return {
         BASE: adamw_step(*sizes, "none", device, fused=True),
         "AdamW, fused + lalr": adamw_step(*sizes, "lalr", device, fused=True),
-        "AdamW, fused + lalr (plain decay)": adamw_step(
-            *sizes, "lalr:decay=plain", device, fused=True
-        ),
     }
 
 

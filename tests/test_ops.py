@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from qkeel import attention, preset
-from qkeel.errors import RefusedError, UnknownNameError
+from qkeel.errors import UnknownNameError
 from qkeel.ops import run, run_with_weights
-from qkeel.spec import AttentionSpec, Sigmoid, Softcap
+from qkeel.spec import AttentionSpec
 from qkeel.spec.call import make_call
 
 RNG = torch.Generator().manual_seed(0)
@@ -23,22 +23,6 @@ def test_the_weights_are_those_that_make_the_output():
     torch.testing.assert_close(out, run(call))
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 5))
     torch.testing.assert_close(weights @ V.repeat_interleave(2, 1), out)
-
-
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
-        (AttentionSpec(cap=Softcap(5.0)), "cannot cap"),
-        (AttentionSpec(normalizer=Sigmoid(bias=-2.0)), "by softmax only"),
-    ],
-)
-def test_a_named_kernel_never_falls_back(spec, reason):
-    with pytest.raises(
-        RefusedError, match=rf"kernel 'sdpa' cannot do this: .*{reason}.*impl='chunked'"
-    ):
-        attention(Q, K, V, spec=spec, impl="sdpa")
-    with pytest.raises(NotImplementedError):
-        attention(Q, K, V, spec=spec, impl="sdpa", stats=True)
 
 
 @pytest.mark.parametrize("impl", WHOLE)

@@ -12,17 +12,15 @@ from qkeel.lab import Grid, Study, product
 TRANSFER_LRS = tuple(0.003 * 2**k for k in range(7))
 TRANSFER = Study(
     name="transfer",
-    line="Remedies at their tuned rates × sizes × standard and µP: whether a ranking holds at a larger size.",
+    line="Remedies at their tuned rates × sizes: whether a ranking holds at a larger size.",
     grid=Grid(
         remedies=ONE_OF_EACH,
         lrs=TRANSFER_LRS,
         seeds=range(16),
-        tuning_seeds=(1000, 1001),
         d_model=(16, 32, 64, 128),
-        parametrisation=("standard", "mup"),
     ),
     runs=product,
 )
 
 if __name__ == "__main__":
-    main(TRANSFER)
+    main(TRANSFER, tuning_seeds=(1000, 1001))

@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import logging
 import sys
-import traceback
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 
@@ -77,40 +76,22 @@ class MissingLibraryError(QkeelError, ImportError):
 def needed(what: str, pip: str) -> Iterator[None]:
     """A context for importing an external library that `what` needs.
 
-    >>> with needed("the notebook sink", "ipython"):
-    ...     import not_installed
+    >>> with needed("it", "wandb"):
+    ...     import wandb_
     Traceback (most recent call last):
-    qkeel.errors.MissingLibraryError: the notebook sink needs a library that is not installed: pip install ipython
+    qkeel.errors.MissingLibraryError: it needs a library that cannot be imported (No module named 'wandb_'): pip install wandb
 
-    Raises: MissingLibraryError if an import fails. If a library is installed but a library that it imports is missing,
-        the error names the missing library.
+    Raises: MissingLibraryError if an import fails; it has the words of the error, which name what is missing.
     """
     try:
         yield
     except ImportError as error:
-        is_there = not isinstance(error, ModuleNotFoundError)
-        reason = (
-            f"cannot be imported ({error}): pip install --upgrade"
-            if is_there
-            else "is not installed: pip install"
-        )
-        home = _importer(error)
-        if home and not is_there and error.name:
-            pip = error.name
-            reason = f"is installed but broken: {home} imports {pip}, which is not installed: pip install"
+        # Something is missing, or it is there in another version than it should be.
+        is_missing = isinstance(error, ModuleNotFoundError)
+        command = "pip install" if is_missing else "pip install --upgrade"
         raise MissingLibraryError(
-            f"{what} needs a library that {reason} {pip}"
+            f"{what} needs a library that cannot be imported ({error}): {command} {pip}"
         ) from error
-
-
-def _importer(error: ImportError) -> str:
-    """The library in which an import failed, or "" if the import is the caller's own."""
-    # After `needed` and its caller.
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][2:]
-    names = [
-        str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames
-    ]
-    return next((name for name in reversed(names) if name not in ("importlib", "")), "")
 
 
 @contextlib.contextmanager

@@ -74,26 +74,18 @@ def parse(text: str) -> tuple[Term, ...]:
 
 
 def _term(part: str, text: str) -> Term:
-    name, colon, tail = part.partition(":")
-    name = name.strip()
-    if not name:
-        raise InvalidValueError(
-            f"empty name in {text!r}; expected 'name:key=value' terms joined by '+'"
-        )
-    if colon and not tail.strip():
-        raise InvalidValueError(
-            f"expected an option after the colon of {part.strip()!r}, got none; write {name!r}"
-        )
+    name, colon, tail = (word.strip() for word in part.partition(":"))
     options: dict[str, bool | int | float | str] = {}
+    is_read = bool(name) and bool(tail) == bool(colon)
     for pair in filter(None, (s.strip() for s in tail.split(","))):
         key, equals, value = (word.strip() for word in pair.partition("="))
-        if not equals or not key or not value:
-            raise InvalidValueError(
-                f"cannot read {pair!r} in {text!r}; expected key=value"
-            )
-        if key in options:
-            raise InvalidValueError(f"{key!r} is given twice in {text!r}; give it once")
+        is_read &= bool(equals and key and value) and key not in options
         options[key] = _value(value)
+    if not is_read:
+        raise InvalidValueError(
+            f"cannot read {part!r} in {text!r}; expected 'name' or 'name:key=value,key=value' with each key once, and '+' "
+            "between several"
+        )
     return Term(name, options)
 
 

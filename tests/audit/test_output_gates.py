@@ -2,7 +2,6 @@
 and the first measured step say where most are shut."""
 
 import random
-import re
 import warnings
 
 import numpy as np
@@ -38,15 +37,12 @@ class Gated(nn.Module):
             o = nn.functional.scaled_dot_product_attention(q, k, v)
         o = o.transpose(1, 2)
         g = self.gate(x)
-        exact = self.factor * g.detach().double().sigmoid().unflatten(
-            -1, (self.heads, -1)
-        )
+        exact = g.detach().double().sigmoid().unflatten(-1, (self.heads, -1))
         self.means = exact.mean((0, 1, 3)).tolist()
         if self.shape == "head":
             o = (o * self.factor * g.sigmoid()[..., None]).flatten(2)
         elif self.shape == "feature":
             o = torch.sigmoid(g) * o.reshape(*x.shape) * self.factor
-            self.means = [mean / self.factor for mean in self.means]
         else:
             # A gate of something else.
             o = o.flatten(2) + g * g.sigmoid()
@@ -55,29 +51,9 @@ class Gated(nn.Module):
 
 @pytest.mark.parametrize("shape", ["head", "feature", "none"])
 @pytest.mark.parametrize("seed", range(4))
-def test_means_of_gates_are_those_of_float64(shape, seed):
-    draw = random.Random(seed)
+def test_gates_are_recorded_step_by_step_as_float64_has_them(shape, seed):
     torch.manual_seed(seed)
-    model = nn.Sequential(Gated(draw, shape), Gated(draw, shape))
-    x = torch.randn(2, 5 + seed, 32)
-    model(x)
-    sites = qkeel.explain(model, x).sites
-    for layer, site in zip(model, sites, strict=True):
-        assert isinstance(layer, Gated)
-        if shape == "none":
-            assert not site.gate
-            continue
-        numbers = re.search(r"in the mean (.*) by head", site.gate)
-        means = [float(x) for x in numbers[1].split(", ")]
-        assert means == pytest.approx(layer.means, rel=5e-3)
-        n = sum(mean < 0.05 for mean in layer.means)
-        assert f"{n} of {layer.heads} heads" in site.gate
-
-
-@pytest.mark.parametrize("shape", ["head", "feature", "none"])
-def test_gates_are_recorded_step_by_step(shape):
-    torch.manual_seed(1)
-    model = nn.Sequential(*(Gated(random.Random(1), shape) for _ in range(2)))
+    model = nn.Sequential(*(Gated(random.Random(seed), shape) for _ in range(2)))
     optimizer = sgd(model, 30.0)
     records = []
     with warnings.catch_warnings():

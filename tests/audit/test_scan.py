@@ -79,32 +79,6 @@ def test_a_bound_is_the_gains_where_there_are_gains_and_the_layers_where_each_he
     assert health.rows == ((site.name, "-", "q, k norm", "0"),)
 
 
-@pytest.mark.parametrize(("kind", "offset"), [("qwen3", 0.0), ("gemma3_text", 1.0)])
-def test_a_gain_bound_is_root_d_times_the_gains_by_the_convention_of_the_model(
-    kind, offset, tmp_path
-):
-    gains = {"attn.q_norm.weight": torch.linspace(-3, 2, 8)}
-    gains["attn.k_norm.weight"] = torch.full((8,), 0.5)
-    config = {"num_attention_heads": 4, "model_type": kind}
-    (site,) = scanned(tmp_path, pair() | gains, None, config).sites
-    q, k = 3.0, 0.5 + offset  # |-3|, or 1 + 2
-    assert site.gain_bound == pytest.approx([8**0.5 * q * k] * 4)
-    assert all(map(math.isnan, site.logit_bound))
-
-
-def test_shards_and_one_file_give_the_same_scan(tmp_path):
-    save("llama", tmp_path / "one")
-    save("llama", tmp_path / "many", max_shard_size="8KB")
-    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
-    one, many = scan(tmp_path / "one"), scan(tmp_path / "many")
-    for a, b in zip(one.sites, many.sites, strict=True):
-        assert a.name == b.name
-        assert a.logit_bound == pytest.approx(b.logit_bound, rel=1e-13)
-    norms = {t.name: t.frobenius for t in many.tensors}
-    # A float32 sum depends on where its numbers begin in memory.
-    assert {t.name: t.frobenius for t in one.tensors} == pytest.approx(norms, rel=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_q_and_k_are_read_as_what_they_are(dtype, tmp_path):
     q, k = torch.randn(32, 32).to(dtype), torch.randn(32, 32)
@@ -335,19 +309,6 @@ def test_the_bias_of_a_bare_gain_is_read(tmp_path):
     assert site.gain_bound[0] == pytest.approx((8**0.5 + 5) ** 2 / 8**0.5)
 
 
-@pytest.mark.parametrize(
-    ("config", "layout"),
-    [
-        ({}, "q, k, v per key head"),
-        ({"multi_query_attention": False}, "[q | k | v]"),
-    ],
-)
-def test_the_two_layouts_of_chatglm_are_told_apart(config, layout, tmp_path):
-    config = {"num_attention_heads": 4, "model_type": "chatglm", **config}
-    (site,) = scanned(tmp_path, FUSED, config=config).sites
-    assert site.layout == layout
-
-
 def test_flags_say_what_config_does_not(tmp_path):
     fused = torch.randn(96, 32)
     by_head = fused.view(4, 3, 8, 32)  # q, k, v interleaved per head
@@ -412,43 +373,6 @@ def test_the_layers_that_a_config_announces_are_missed(tmp_path):
     config = {"num_attention_heads": 2, "num_hidden_layers": 4}
     found = scanned(tmp_path, stored, None, config)
     assert [unknown.name for unknown in found.unknown] == ["h.1", "h.3"]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("q_latent", [12, None])
-def test_the_bound_of_latent_attention_holds_with_and_without_a_latent_of_queries(
-    q_latent, tmp_path
-):
-    from qkeel.nn import Decoder, DecoderConfig, LatentSizes
-    from qkeel.sites import Tap
-
-    latent = LatentSizes(
-        q_latent=q_latent, kv_latent=10, rope_dim=4, nope_dim=6, value_dim=6
-    )
-    sizes = {"vocab_size": 50, "d_model": 32, "latent": latent, "latent_norm": True}
-    model = Decoder(DecoderConfig(attention="mla", **sizes)).eval()
-    for p in model.parameters():
-        p.add_(0.3 * torch.randn_like(p))
-    found = scanned(tmp_path, model.state_dict())
-    assert found.unknown == ()
-    sites = {site.name: site for site in found.sites}
-    with Tap(model) as tap:
-        model(torch.randint(50, (4, 20)))
-        for name, stats in tap.read().items():
-            bounds = torch.tensor(sites[name].logit_bound)
-            assert (stats.max_abs_logit <= bounds).all()
-            assert (stats.max_abs_logit > bounds / 100).any()
-            at = f"{name}.{{}}.weight".format
-            q, k = (
-                model.get_parameter(at(n)).unflatten(0, (4, -1))
-                for n in ("q_up", "k_up")
-            )
-            assert_close(
-                exact(sites[name].interaction_spectral),
-                largest_singular(q, k),
-                rtol=1e-9,
-                atol=0,
-            )
 
 
 def test_progress_ends_at_all_bytes_and_json_has_no_nan(tmp_path):

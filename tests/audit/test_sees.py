@@ -185,73 +185,43 @@ def drawn(make, seed):
     return Model(blocks).train(is_training), tokens, place
 
 
+class PerToken(nn.Module):
+    """What a critic returns, or a loss that is not reduced: one number a token."""
+
+    def __init__(self, model, form):
+        super().__init__()
+        self.model, self.form = model, form
+
+    def forward(self, tokens):
+        logits = self.model(tokens)
+        if self.form == "values":
+            return logits[..., 0]
+        losses = F.cross_entropy(logits.mT, tokens, reduction="none")
+        return losses.flatten() if self.form == "flat losses" else losses
+
+
+FORMS = ("logits", "values", "losses", "flat losses")
+
+
 @pytest.mark.parametrize("seed", one_in([0, 1], 2))
 @pytest.mark.parametrize("name", KINDS)
 def test_a_planted_leak_is_found_and_named_and_its_clean_twin_is_not_blamed(name, seed):
     leaky, clean, words = KINDS[name]
     draw = 1000 * seed + list(KINDS).index(name)
+    form = FORMS[draw % 4]
     model, tokens, place = drawn(leaky, draw)
+    if form != "logits":
+        model = PerToken(model, form)
     health = qkeel.check(model, tokens, sees="causal")
     assert health.status is Status.NOT_HEALTHY
     assert f"blocks.{place}" in str(health)
     assert words in str(health)
     model, tokens, _ = drawn(clean, draw)
+    if form != "logits":
+        model = PerToken(model, form)
     state = {key: x.clone() for key, x in model.state_dict().items()}
     assert qkeel.check(model, tokens, sees="causal").healthy
     assert all(torch.equal(state[key], x) for key, x in model.state_dict().items())
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("form", ["values", "losses", "flat losses"])
-def test_outputs_of_one_number_a_token_are_judged(form, seed):
-    class PerToken(nn.Module):
-        """What a critic returns, or a loss that is not reduced."""
-
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-
-        def forward(self, tokens):
-            logits = self.model(tokens)
-            if form == "values":
-                return logits[..., 0]
-            losses = F.cross_entropy(logits.mT, tokens, reduction="none")
-            return losses.flatten() if form == "flat losses" else losses
-
-    kind = random.Random(seed).choice(list(KINDS))
-    leaky, clean, words = KINDS[kind]
-    model, tokens, place = drawn(leaky, seed)
-    health = qkeel.check(PerToken(model), tokens, sees="causal")
-    assert health.status is Status.NOT_HEALTHY
-    assert f"blocks.{place}" in str(health)
-    assert words in str(health)
-    model, tokens, _ = drawn(clean, seed)
-    assert qkeel.check(PerToken(model), tokens, sees="causal").healthy
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_attention_over_the_batch_is_told(seed):
-    class Torchs(nn.Module):
-        def __init__(self, batch_first):
-            super().__init__()
-            self.embed = nn.Embedding(VOCABULARY, WIDTH)
-            layer = nn.TransformerEncoderLayer(WIDTH, HEADS, batch_first=batch_first)
-            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-        def forward(self, tokens):
-            x = self.embed(tokens)
-            return self.encoder(x) if mask is None else self.encoder(x, mask)
-
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-    b, t = draw.randint(2, 5), draw.randint(6, 12)
-    tokens = torch.randint(VOCABULARY, (b, t))
-    mask = draw.choice([None, nn.Transformer.generate_square_subsequent_mask(b)])
-    health = qkeel.check(Torchs(batch_first=False), tokens, sees="causal")
-    assert health.status is Status.NOT_KNOWN
-    assert "batch_first=True" in str(health)
-    mask = nn.Transformer.generate_square_subsequent_mask(t)
-    assert qkeel.check(Torchs(batch_first=True), tokens, sees="causal").healthy
 
 
 class EncoderDecoder(nn.Transformer):
@@ -345,23 +315,6 @@ def test_a_window_that_never_reached_the_kernel_is_found_and_named():
     assert qkeel.check(model, tokens[:, :6], sees=Window(4)).status is Status.NOT_KNOWN
 
 
-def test_later_keys_are_beyond_a_window():
-    tokens = torch.randint(VOCABULARY, (2, 12))
-
-    def both_sides(t):
-        distance = torch.arange(t)[:, None] - torch.arange(t)
-        return (distance.abs() < 3)[None]
-
-    assert not qkeel.check(
-        Model([SelfAttention(both_sides, fused=True)]), tokens, sees=Window(3)
-    ).healthy
-    assert not qkeel.check(
-        Model([SelfAttention(windowed(3), fused=True), shift(-1)]),
-        tokens,
-        sees=Window(3),
-    ).healthy
-
-
 def softly_masked(mask, number):
     """Attention that hides pairs by a number that is added to their logits."""
 
@@ -379,15 +332,12 @@ def test_a_mask_of_a_small_number_keeps_a_window_until_its_weights_move_somethin
         assert qkeel.check(model, tokens, sees=Window(3)).healthy is is_kept
 
 
-def test_a_leak_that_moves_no_bit_of_half_precision_is_found():
-    torch.manual_seed(0)
+def test_of_half_precision_it_is_said_that_small_leaks_do_not_show():
     tokens = torch.randint(VOCABULARY, (2, 6))
-    leak = Mixing(lambda x: 1e-4 * x.mean(1, keepdim=True).expand_as(x))
-    for block in (leak, SelfAttention(causal, fused=True)):
-        model = Model([SelfAttention(causal, fused=True), block]).bfloat16()
-        assert qkeel.check(model.eval(), tokens, sees="causal").healthy is (
-            block is not leak
-        )
+    model = Model([SelfAttention(causal, fused=True)]).bfloat16().eval()
+    health = qkeel.check(model, tokens, sees="causal")
+    assert health.healthy
+    assert "float32 too" in str(health)
 
 
 class Named(nn.Module):

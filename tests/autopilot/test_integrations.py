@@ -1,14 +1,10 @@
-"""The callback of the Trainer with an autopilot, by the events that a Trainer sends and in a Trainer."""
-
-import copy
-from types import SimpleNamespace
+"""The callback of the Trainer with an autopilot, in a Trainer."""
 
 import pytest
 import torch
 from tests.drawing import randint
-from tests.training import adamw
 
-from qkeel.errors import QkeelWarning, UnknownNameError
+from qkeel.errors import QkeelWarning
 
 transformers = pytest.importorskip("transformers")
 
@@ -37,47 +33,6 @@ def tiny():
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0)
     )
-
-
-def begun(step, model, optimizer):
-    """A callback at the beginning of training, and the events' arguments."""
-    callback = QkeelCallback(every=1, autopilot="ladder:threshold=2,patience=1")
-    event = (None, SimpleNamespace(global_step=step, log_history=[]), None)
-    callback.on_train_begin(*event, model=model, optimizer=optimizer)
-    return callback, event
-
-
-def trained(model, optimizer, first, last):
-    losses = []
-    for step in range(first, last):
-        torch.manual_seed(step)
-        loss = model(**collated(DATA[2 * step : 2 * step + 2])).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def test_a_training_resumed_from_a_checkpoint_goes_on_with_what_was_in_force():
-    with pytest.raises(UnknownNameError):
-        QkeelCallback(autopilot="lader")
-    model = tiny()
-    optimizer = adamw(model, 0.3)
-    callback, event = begun(0, model, optimizer)
-    trained(model, optimizer, 0, 12)
-    assert callback.pilot.remedies.handles
-    kept = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-    whole = trained(model, optimizer, 12, 16)
-    callback.on_train_end(*event)
-    assert not optimizer._optimizer_step_post_hooks
-    model = tiny()
-    optimizer = adamw(model, 0.3)
-    model.load_state_dict(kept[0])
-    optimizer.load_state_dict(kept[1])
-    resumed, _ = begun(12, model, optimizer)
-    assert trained(model, optimizer, 12, 16) == whole
-    assert resumed.pilot.decisions == callback.pilot.decisions
 
 
 def test_a_trainer_resumes_what_was_in_force(tmp_path):

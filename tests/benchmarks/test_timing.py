@@ -1,10 +1,8 @@
-"""The timing of all benchmarks: turns, ratios, and a process that starts again with fixed settings."""
+"""The timing of all benchmarks: turns, ratios, and the clock."""
 
-import os
-import sys
 import time
 
-from benchmarks.timing import MALLOC, interleave, processor_ms, settle
+from benchmarks.timing import interleave, processor_ms
 
 
 def test_every_case_is_called_once_a_round_in_an_order_that_turns_round():
@@ -38,18 +36,3 @@ def test_the_clock_of_a_processor_counts_per_call(
     seconds = iter([1.0, 1.5])
     monkeypatch.setattr(time, "process_time", lambda: next(seconds))
     assert processor_ms(lambda: None, calls=5) == 100.0
-
-
-def test_a_process_starts_again_by_its_own_command_unless_its_settings_are_fixed(
-    monkeypatch,
-):
-    started = []
-    monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "some.module", "--toy"])
-    for name, value in {**MALLOC, "OMP_NUM_THREADS": "3"}.items():
-        monkeypatch.setenv(name, value)
-    settle(3)
-    assert started == []
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    settle(3)
-    assert [words[1:] for words in started] == [["-m", "some.module", "--toy"]]

@@ -145,7 +145,7 @@ def test_every_chart_is_drawn(views):
     assert chart(html, "loss").count("aria-description=") >= 18
     assert "alarm 100" in chart(html, "logits")
     html = views[1280, LIGHT]["watched"]
-    marks = {"growth": 13, "entropy": 13, "norms": 24, "more": 12, "loss": 1}
+    marks = {"growth": 13, "entropy": 13, "norms": 24, "loss": 1}
     for name, least in marks.items():
         assert n_lines(chart(html, name)) >= least, name
     # One layer has half the heads.

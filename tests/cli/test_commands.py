@@ -1,6 +1,4 @@
 import dataclasses
-import json
-import math
 import os
 import shlex
 import signal
@@ -31,7 +29,6 @@ from qkeel.records import (
     RunStatus,
     explain_field,
     read_json,
-    write_json,
 )
 from qkeel.remedies import REMEDIES
 
@@ -132,9 +129,7 @@ def test_rare_options_of_the_demo_are_for_help_all(tmp_path, capsys):
 GRID = shlex.split("study lr --remedies none --lrs 0.1 --seeds 0 --jobs 1")
 
 
-def test_a_run_prints_its_directory_first_and_last_and_json_has_null_for_what_is_no_number(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_run_prints_its_directory_first_and_last(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["run", *TINY, "--remedy", "qk_norm", "--lr", "0.02"]) == 0
     out = capsys.readouterr().out
@@ -143,23 +138,11 @@ def test_a_run_prints_its_directory_first_and_last_and_json_has_null_for_what_is
     assert lines[0] == lines[-1] == f"run {place}"
     assert lines[1].startswith("step 0  val_loss ")
     assert "max_logit" in lines[2]
-    assert "ETA" in lines[2]
     assert ": val_loss" in lines[-2]
     assert "\x1b[" not in out  # no colour is written into a pipe
     config = RunConfig.from_dict(RunDirectory(place).config())
     assert (config.remedy, config.optim.lr) == ("qk_norm", 0.02)
     assert place.name == config.run_id
-    run = ["run", *TINY, "--out", "r", "--json"]
-    assert main(run) == 0
-    captured = capsys.readouterr()
-    row = json.loads(captured.out)
-    assert row["status"] == "done"
-    assert "step 0" in captured.err
-    write_json(Path("r/summary.json"), {**row, "max_logit": math.inf})
-    assert main(run) == 0
-    # Python reads Infinity too, which JSON does not have.
-    numbers = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert numbers["max_logit"] is None
 
 
 def test_a_study_writes_table_and_report_and_says_which_command_made_it(
@@ -172,13 +155,14 @@ def test_a_study_writes_table_and_report_and_says_which_command_made_it(
     assert main([*arguments, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert said.count("to do\n") == 4
-    assert "about" in said
+    assert "nothing was written" in said
     assert not out.exists()
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == lines[-1] == f"study {out}"
     assert lines[1] == "4 runs, 4 to do, 1 at once"
-    assert lines[3].startswith("[1/4] none, lr 0.01, seed 0: val_loss")
+    (first,) = [line for line in lines if line.startswith("[1/4]")]
+    assert first.startswith("[1/4] none, lr 0.01, seed 0: val_loss")
     assert (out / "report.html").read_text().startswith("<!doctype html>")
     assert len((out / "table.csv").read_text().splitlines()) == 5
     command = read_json(out / "study.json")["command"]
@@ -190,30 +174,21 @@ def test_a_study_writes_table_and_report_and_says_which_command_made_it(
 def test_the_time_that_is_left_counts_the_steps_of_all_runs(tmp_path, monkeypatch):
     config = RunConfig(steps=10, eval_sequences=1)
     runs = [PlannedRun(config=dataclasses.replace(config, seed=i)) for i in range(4)]
-    steps, now, console = dict[str, int](), [0.0], make_console()
+    now, console = [0.0], make_console()
     monkeypatch.setattr("qkeel.cli.console.time.monotonic", lambda: now[0])
-    last_step = lambda place: steps.get(str(place), 0)  # noqa: E731
-    monkeypatch.setattr("qkeel.cli.console.last_step", last_step)
-
-    def left(view, *places):
-        """What is printed of the time left when the last of these runs ends."""
-        with console.capture() as captured:
-            for place in places:
-                view.on_outcome(Outcome(place, "it failed"))
-        return captured.get().splitlines()[-1].partition("it failed")[2]
-
     view = StudyView(console, runs, tmp_path)
-    first, second, *others = view.runs
-    now[0], steps = 60.0, {first: 10, second: 10}
-    # Of four, two are at their end.
-    assert left(view, first) == "; about 1 min 00 s left"
-    assert left(view, second, *others) == ""
-    # A study that goes on: three runs had taken 8 of 10 steps when this process started; one has ended since, so
-    # two steps a minute, and 14 are left.
-    now[0], steps = 0.0, {second: 8, **dict.fromkeys(others, 8)}
-    resumed = StudyView(console, runs, tmp_path)
-    now[0] = 60.0
-    assert left(resumed, second) == "; about 7 min 00 s left"
+    printed = []
+    for place in list(view.runs):
+        now[0] += 20.0
+        with console.capture() as captured:
+            view.on_outcome(Outcome(place, "it failed"))
+        printed.append(captured.get().strip().partition("it failed")[2])
+    # Three runs are left after 20 s, two after 40 s, one after 60 s.
+    assert printed == [
+        *["; about 1 min 00 s left", "; about 40 s left"],
+        "; about 20 s left",
+        "",
+    ]
 
 
 def test_a_collapse_of_a_study_is_exit_code_3_where_it_is_asked_for(tmp_path, capsys):
@@ -250,41 +225,22 @@ def test_an_output_that_cannot_be_written_is_exit_code_1():
     assert done.stderr.endswith("free some space\n")
 
 
-def test_a_time_that_cannot_be_estimated_is_said_to_be_unknown_and_why(
-    tmp_path, capsys, monkeypatch
-):
-    def estimate(runs, jobs):
-        raise RuntimeError("no such device")
-
-    monkeypatch.setattr("qkeel.cli.run.estimate_seconds", estimate)
-    for words in (["--dry-run"], []):
-        assert main([*GRID, *TINY, "--out", str(tmp_path / "s"), *words]) == 0
-        assert "RuntimeError: no such device" in capsys.readouterr().out
-
-
-def test_numbers_times_and_records_are_short(monkeypatch):
+def test_numbers_times_and_records_are_short():
     numbers = [number(x) for x in (None, 0.123, 57.81, 123.4, 11407.2)]
     assert numbers == ["–", "0.123", "57.8", "123", "11,400"]
     assert [spent(x) for x in (7.6, 80, 3725)] == ["8 s", "1 min 20 s", "1 h 02 min"]
-    now, console = [5.0], make_console()
-    monkeypatch.setattr("qkeel.cli.console.time.monotonic", lambda: now[0])
-    view, lines = RunView(console, 100), []
-    about = {"max_logit": 12.34, "entropy": 1.5, "tokens_per_second": 2000.0}
-    about |= {"train_loss": None, "val_loss": None, "grad_norm": None}
-    for seconds, record in (
-        (0, {"step": 10, "val_loss": 2.0}),
-        (0, {"step": 12}),  # a clock that has not moved
-        (10, {"step": 30, "train_loss": 1.0, "grad_norm": 0.5}),
-    ):
-        now[0] += seconds
-        with console.capture() as captured:
-            view.on_record({**about, **record})
-        lines.append(captured.get().strip())
+    console = make_console()
+    record = {"step": 10, "max_logit": 12.34, "entropy": 1.5, "val_loss": 2.0}
+    record |= dict.fromkeys(("train_loss", "grad_norm", "tokens_per_second"))
+    later = {"step": 30, "train_loss": 1.0, "grad_norm": 0.5}
+    later |= {"val_loss": None, "tokens_per_second": 2000.0}
+    with console.capture() as captured:
+        for fields in (record, {**record, **later}):
+            RunView(console, 100).on_record(fields)
     end = "max_logit 12.3  entropy 1.50"
-    assert lines == [
+    assert captured.get().splitlines() == [
         f"step  10  val_loss 2.000  {end}",
-        f"step  12  {end}",
-        f"step  30  loss 1.000  grad_norm 0.500  {end}  tok/s 2,000  ETA 35 s",
+        f"step  30  loss 1.000  grad_norm 0.500  {end}  tok/s 2,000",
     ]
 
 
@@ -293,7 +249,7 @@ def test_a_recipe_is_overridden_by_flags(tmp_path):
     recipe.write_text(
         'steps = 7\n[optim]\nlr = 0.5\nschedule = "wsd"\n[model]\ntied = true\n'
     )
-    config, _ = configure(RunFlags(lr=0.25, tied=False), recipe)
+    config = configure(RunFlags(lr=0.25, tied=False), recipe)
     assert (
         config.steps,
         config.optim.lr,
@@ -301,19 +257,15 @@ def test_a_recipe_is_overridden_by_flags(tmp_path):
         config.model.tied,
     ) == (7, 0.25, "wsd", False)
     vision = RunFlags(task="vision", steps=7)  # a task brings its own defaults
-    config, _ = configure(vision, None, starting(vision))
+    config = configure(vision, None, starting(vision))
     assert (config.model.attention, config.data.batch, config.steps) == ("vit", 32, 7)
 
 
-def test_a_recipe_may_hold_the_grid(tmp_path, capsys):
+def test_a_recipe_that_cannot_be_read_is_refused(tmp_path, capsys):
     recipe = tmp_path / "r.toml"
-    recipe.write_text('[study]\nremedies = ["none"]\nlrs = [0.1]\nseeds = [4, 5]\n')
     words = ["study", "lr", "--recipe", str(recipe), *TINY, "--dry-run"]
-    assert main(words) == 0
-    assert "seed 5" in capsys.readouterr().out
     for text, said in (
-        ("[study]\nseedz = [4, 5]\n", "Did you mean 'seeds'"),
-        ("study = 3\n", "expected [study] to be a table"),
+        ("[study]\nseeds = [4, 5]\n", "study"),
         ("steps = ", "is not valid TOML"),
         ("a = " + "[" * 2000, "TOML"),
     ):
@@ -376,7 +328,6 @@ BAD = {
     "study lr --remedies none softcapp": "Did you mean 'softcap'",
     "study lr --jobs 0": "at least 1 worker",
     "study lr --executor slrum": "Did you mean 'slurm'",
-    "study lr --task vision --images nowhere": "cannot find images 'nowhere'",
     "study multimodal --mixes mixx": "unknown data mix 'mixx'. Did you mean 'mix'",
     "study extrapolation --test-lengths 100": "multiples of the training length 64",
     "study extrapolation --posthoc rerop": "rerope",
@@ -384,9 +335,8 @@ BAD = {
     "study extrapolation --posthoc pi@x": "length in tokens after the @",
     "study extrapolation --forms cosa:gain=2": "true or false for option 'gain'",
     "study extrapolation --forms kna --data topics --test-lengths 64000000": "the longest has",
-    "study extrapolation --positions rope window": "window:window=128",
-    "study extrapolation --continue-at 100": "larger multiple of the training length 64",
-    "study extrapolation --continue-at 128 --continue-steps 0": "at least 1 for continue_steps",
+    "study extrapolation --forms kna+window": "window:window=128",
+    "study extrapolation --posthoc baseline/pi@100": "larger multiple of the training length 64",
     "study extrapolation --test-sequences 0": "at least 1 for sequences, got 0",
     "study extrapolation --blocks mha4 --d-model 60": "even number of dimensions; got 15",
     "study extrapolation --block mha": "--block",
@@ -502,22 +452,19 @@ def test_the_ranking_has_a_column_per_rate_and_means_over_seeds():
     ]
 
 
-def test_the_extrapolation_study_prints_what_is_kept_and_goes_on_with_more(
-    tmp_path, capsys
-):
+def test_the_extrapolation_study_goes_on_with_more(tmp_path, capsys):
     words = (
         "study extrapolation --train-length 8 --test-sequences 2 --seeds 0 --data topics --batch 2 --d-model 16 "
         "--n-layers 1 --steps 4 --log-every 2 --eval-sequences 8 --probe-sequences 2 --device cpu --jobs 1"
     )
     study = [*shlex.split(words), "--out", str(tmp_path / "s")]
     assert main([*study, "--forms", "kna", "--posthoc", "none"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["gau", "kna", "none", "64"] in [line[:4] for line in lines]
+    capsys.readouterr()
     for more, runs in (
         # One of them only to be measured under another method.
         ("--forms kna --posthoc rerope --blocks gau mha1", "2 runs, 2 to do"),
         (
-            "--forms kna cosa:gain=true --positions rope alibi --continue-at 16",
+            "--forms kna kna+alibi cosa:gain=true cosa:gain=true+alibi --posthoc kna/pi@16",
             "4 runs, 4 to do",
         ),
     ):

@@ -7,83 +7,36 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.remedies.test_export import before, stored
 from tests.report.synthetic_study import Made, make_study
 
 from qkeel.cli.app import main
 
 LIMIT = 300.0  # seconds after which a command counts as hung
-SMALL = "--batch 2 --d-model 16 --steps 2 --eval-sequences 2 --probe-sequences 2 --device cpu"
-TINY = f"--context 8 --n-heads 2 {SMALL}"
-STUDY = f"--remedies none --lrs 0.1 --seeds 0 --jobs 1 {TINY}"
-
-PYTHON = shlex.quote(sys.executable)
 MADE = Made(remedy="none", status="done")
-
-# Command -> its paths: what to type, with {} in the place of the path, and whether something is written there.
+STUDY = (
+    "study lr --remedies none --lrs 0.1 --seeds 0 --jobs 1 --context 8 --n-heads 2 --batch 2 --d-model 16 --steps 2 "
+    "--eval-sequences 2 --probe-sequences 2 --device cpu"
+)
+# A command -> its paths: what to type, with {} in the place of the path, and whether something is written there. The
+# readers of other commands read as these do.
 PATHS = {
-    "run": {
-        "out": (f"run --data topics {TINY} --out {{}}", True),
-        "recipe": (f"run {{}} --data topics {TINY} --out r", False),
-        "data": (f"run --data {{}} {TINY} --out r", False),
-        "images": (f"run --task vision --images {{}} {TINY} --out r", False),
-    },
     "report": {
         "runs": ("report {} -o page.html", False),
         "output": ("report study -o {}", True),
     },
-    "scan": {"checkpoint": ("scan {}", False)},
-    "export": {
-        "run": ("export {} --to csv", False),
-        "out": (f"export study/runs/{MADE.run_id} --to csv --out {{}}", True),
-    },
-    "convert": {
-        "checkpoint": ("convert {} --to qwen3 --out model", False),
-        "out": ("convert w --to qwen3 --out {}", True),
-    },
-    "watch": {
-        "script": (f"watch -- {PYTHON} {{}}", False),
-        "out": (f"watch --out {{}} -- {PYTHON} script.py", True),
-    },
     "study lr": {
-        "out": (f"study lr --data topics {STUDY} --out {{}}", True),
-        "recipe": (
-            f"study lr --recipe {{}} --data topics {STUDY} --out s --dry-run",
-            False,
-        ),
-        "data": (f"study lr --data {{}} {STUDY} --out s --dry-run", False),
+        "out": (f"{STUDY} --data topics --out {{}}", True),
+        "recipe": (f"{STUDY} --data topics --recipe {{}} --out s --dry-run", False),
+        "data": (f"{STUDY} --data {{}} --out s --dry-run", False),
     },
 }
-# Other readers read as the second does.
-QUICK = ("study lr", "report")
-
-
-SCRIPT = """
-import torch
-from qkeel.nn import Attention
-model = Attention(8, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model(torch.ones(1, 3, 8)).sum().backward()
-optimizer.step()
-"""
-
 # Where what is there makes another end than THERE says: command, path, what is there -> exit code.
 OTHERWISE = {
     ("report", "output", "an empty folder"): 2,  # the page is a file
-    (
-        "report",
-        "output",
-        "a link to a file elsewhere",
-    ): 0,  # the link is replaced, not the file
-    ("report", "output", "a loop of links"): 0,  # and so is a loop
-    ("report", "output", "a file that nobody may read"): 0,  # and so is such a file
-    ("watch", "out", "a file in a folder that is gone"): 2,  # and so is the script
-    ("watch", "out", "a name that is too long"): 2,  # before it trains
-    (
-        "watch",
-        "script",
-        "a link to a file elsewhere",
-    ): 1,  # a script that Python fails on
+    # A link is replaced, and not the file that it leads to; so are a loop of links and a file that nobody may read.
+    ("report", "output", "a link to a file elsewhere"): 0,
+    ("report", "output", "a loop of links"): 0,
+    ("report", "output", "a file that nobody may read"): 0,
 }
 
 
@@ -140,9 +93,6 @@ def elsewhere(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     make_study(Path("study"), [MADE])
-    Path("script.py").write_text(SCRIPT)
-    _, weights, config = before("llama")
-    stored(Path("w"), weights, config)
     yield place
     os.chdir(tmp_path)
 
@@ -153,10 +103,7 @@ def hung(number, frame):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links and modes of POSIX")
 @pytest.mark.parametrize("there", THERE)
-@pytest.mark.parametrize(
-    "command",
-    [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in PATHS],
-)
+@pytest.mark.parametrize("command", PATHS)
 def test_a_path_is_used_or_refused_in_one_line(
     command,
     there,
@@ -182,11 +129,10 @@ def test_a_path_is_used_or_refused_in_one_line(
             os.chdir(elsewhere.parent / "here")
         told = capfd.readouterr().err
         one_line = told.startswith("error: ") and told.count("\n") == 1
-        # A watched script trains whatever becomes of its records: where something is, they go to a folder beside it.
-        trains = (command, name) == ("watch", "out")
-        if code != OTHERWISE.get(
-            (command, name, there), 0 if (written and writable) or trains else 2
-        ):
+        expected = OTHERWISE.get(
+            (command, name, there), 0 if written and writable else 2
+        )
+        if code != expected:
             wrong.append(f"{name}: exit code {code}: {told[-200:]}")
         assert not told.startswith(("error: Unknown option", "error: Parameter")), told
         if code == 2 and not one_line:

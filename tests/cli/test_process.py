@@ -50,7 +50,7 @@ def test_a_page_is_written_at_the_second_run_and_then_once_in_a_while(
     clock, written = SimpleNamespace(monotonic=lambda: 0.0), []
     monkeypatch.setattr(run, "time", clock)
     monkeypatch.setattr(run, "write", lambda *args, **kwargs: written.append(args))
-    page = run.StudyPage(tmp_path, "none")
+    page = run.StudyPage(tmp_path)
     counts = []
     for seconds in (0.0, 0.0, 0.0, run.PAGE_SECONDS, 1.5 * run.PAGE_SECONDS):
         clock.monotonic = lambda seconds=seconds: seconds

@@ -84,8 +84,7 @@ def test_output_exit_code_and_traceback_are_those_of_python(mode, tmp_path, here
         line for line in err.splitlines() if line not in own
     ] == plain.stderr.splitlines()
     assert len(own) == 1
-    reason = "created no" if code == 0 else "ended before it created a"
-    assert f"the script {reason} torch.optim.Optimizer" in own[0]
+    assert "the script created no torch.optim.Optimizer" in own[0]
 
 
 def test_an_interruption_is_130_with_the_traceback_of_the_script(tmp_path, here):
@@ -148,7 +147,7 @@ WRONG = {
     "-- python -m nope.at_all": "expected a module that Python can find",
     "--evry 5 -- python s.py": "did you mean --every?",
     "--every 0 -- python s.py": "at least 1 step",
-    "--every 2 --adaptive -- python s.py": "expected one of --every",
+    "--apply lalr --policy ladder -- python s.py": "got both",
     "--sink wandbb -- python s.py": "Did you mean 'wandb'",
     "-- torchrun --no-python x": "--no-python",
 }
@@ -195,10 +194,10 @@ def test_torchrun_starts_the_watcher_in_each_worker():
 def test_under_torchrun_the_fix_is_the_command_that_was_typed(
     tmp_path, here, monkeypatch
 ):
-    def become(words):
+    def become(path, words):
         raise SystemExit(0)
 
-    monkeypatch.setattr("qkeel.cli.watch._become", become)
+    monkeypatch.setattr("os.execv", become)
     monkeypatch.setenv(TYPED, "")  # so that the test leaves no trace of it
     with pytest.raises(SystemExit):
         here("--every", "3", "--", "torchrun", "--nproc-per-node", "2", "a b.py")

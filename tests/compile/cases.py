@@ -43,8 +43,8 @@ def fullgraph(preset, impl, backend):
     """One graph, forward and backward, equal to eager; another length too."""
     module = attention(preset, impl)
     compiled = torch.compile(module, fullgraph=True, backend=backend)
-    # Another length compiles anew with a symbolic one: left to the slow cases.
-    lengths = (12,) if backend == "aot_eager" else (12, 7)
+    # Another length compiles anew with a symbolic one: left to the slow cases. One query may have a kernel of its own.
+    lengths = {"aot_eager": (12,), "eager": (12, 1)}.get(backend, (12, 7))
     return max(difference(module, compiled, length) for length in lengths)
 
 
@@ -67,13 +67,6 @@ def tapped(preset, impl, backend):
         "the tap counted otherwise under compile"
     )
     return gap
-
-
-def chosen(preset, impl, backend):
-    """One graph for one query and one for more, equal to eager; any length: as in `fullgraph`."""
-    module = attention(preset, impl)
-    compiled = torch.compile(module, fullgraph=True, backend=backend)
-    return max(difference(module, compiled, length) for length in (12, 1))
 
 
 def tangents(preset, impl, backend):
@@ -149,7 +142,6 @@ def stated(preset, impl, backend):
 CASES = {
     "fullgraph": fullgraph,
     "tapped": tapped,
-    "chosen": chosen,
     "tangents": tangents,
     "watched": watched,
     "stated": stated,

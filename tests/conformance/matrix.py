@@ -1,4 +1,7 @@
-"""What works with what, asked of the code itself, as Markdown: the first part of docs/compatibility.md."""
+"""What works with what, asked of the code itself, as Markdown.
+
+`python -m tests.conformance.matrix > docs/compatibility.md` writes the page.
+"""
 
 import functools
 import re
@@ -48,6 +51,10 @@ HEADER = """# What works with what
 
 Tests check every cell against the code. An empty cell means that the combination is not supported; the error says
 why, and what to do instead.
+
+Every remedy computes the same under `torch.compile` (compiled before or after it is applied), with gradient
+checkpointing, with a cache, and in a `deepcopy` as in plain eager execution. In a model that calls flex_attention, those
+that change the call (softcap, log_n, attention_temperature, sigmoid, softpick, sink) refuse, and say so.
 
 ## Devices
 
@@ -258,3 +265,7 @@ def matrix():
         "\n".join(why) if why else "Nothing is refused.",
     ]
     return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    print(matrix(), end="")

@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from tests.attention import Attention, fused_causal, later
 from torch import nn
 
 import qkeel
@@ -12,20 +13,13 @@ import qkeel
 WIDTH = 32
 
 
-class Attention(nn.Module):
+class Layer(Attention):
     def __init__(self, heads, groups, compute):
-        super().__init__()
-        self.d, self.compute = WIDTH // heads, compute
-        self.q = nn.Linear(WIDTH, WIDTH)
-        self.k, self.v = (nn.Linear(WIDTH, groups * self.d) for _ in "kv")
+        super().__init__(compute, WIDTH, heads, groups=groups)
         self.o = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        q, k, v = (
-            f(x).unflatten(-1, (-1, self.d)).transpose(1, 2)
-            for f in (self.q, self.k, self.v)
-        )
-        return x + self.o(self.compute(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.o(super().forward(x))
 
 
 class Model(nn.Module):
@@ -35,7 +29,7 @@ class Model(nn.Module):
         super().__init__()
         heads = draw.choice([2, 4])
         self.layers = nn.ModuleList(
-            [Attention(heads, groups or heads, compute) for _ in range(2)]
+            [Layer(heads, groups or heads, compute) for _ in range(2)]
         )
         self.config = types.SimpleNamespace(num_attention_heads=heads)
         self.attention_mask = None
@@ -47,18 +41,9 @@ class Model(nn.Module):
         return x
 
 
-def causal(z):
-    hidden = torch.ones(z.shape[-2:], dtype=torch.bool).triu(1)
-    return z.masked_fill(hidden, -torch.inf)
-
-
-def fused(q, k, v):
-    return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
 def by_hand(q, k, v, bias=0.0):
-    z = q @ k.mT * q.shape[-1] ** -0.5
-    return causal(z + bias).softmax(-1) @ v
+    z = q @ k.mT * q.shape[-1] ** -0.5 + bias
+    return z.masked_fill(later(q, k), -torch.inf).softmax(-1) @ v
 
 
 def tokens(seed):
@@ -81,7 +66,10 @@ def test_alibi_that_is_configured_and_not_added_is_said(seed):
         return by_hand(q, k, v, slopes * distance)
 
     key = draw.choice(["alibi", "use_alibi"])
-    for compute, is_lost in ((draw.choice([fused, by_hand]), True), (with_bias, False)):
+    for compute, is_lost in (
+        (draw.choice([fused_causal, by_hand]), True),
+        (with_bias, False),
+    ):
         model = Model(draw, compute)
         setattr(model.config, key, True)
         told = [x for x in qkeel.explain(model, x).differences if key in x]
@@ -115,7 +103,8 @@ def test_a_scale_far_from_the_usual_is_said(seed):
 
     def compute(q, k, v):
         z = q @ k.mT * q.shape[-1] ** power
-        return causal(z).softmax(-1) * q.shape[-1] ** -0.5 @ v
+        z = z.masked_fill(later(q, k), -torch.inf)
+        return z.softmax(-1) * q.shape[-1] ** -0.5 @ v
 
     text = str(qkeel.explain(Model(draw, compute), x))
     assert ("times the usual" in text) == (power != -0.5)
@@ -133,7 +122,8 @@ def test_what_makes_an_output_nan_is_said_and_nothing_else(seed):
     def compute(q, k, v):
         z = q @ k.mT * q.shape[-1] ** -0.5
         assert model.attention_mask is not None
-        z = causal(z).masked_fill(model.attention_mask[:, None, None] == 0, -torch.inf)
+        z = z.masked_fill(later(q, k), -torch.inf)
+        z = z.masked_fill(model.attention_mask[:, None, None] == 0, -torch.inf)
         if fault == "strict":
             z = z.masked_fill(torch.eye(z.shape[-1], dtype=torch.bool), -torch.inf)
         if fault == "overflow":
@@ -159,7 +149,7 @@ def test_tiled_keys_are_measured_and_explained(seed):
     def compute(q, k, v):
         n = q.shape[1] // k.shape[1]
         k, v = (y.repeat(1, n, 1, 1) for y in (k, v))
-        return draw.choice([fused, by_hand])(q, k, v)
+        return draw.choice([fused_causal, by_hand])(q, k, v)
 
     draw.choice = lambda options: options[-1]  # type: ignore[assignment, method-assign]
     recipe = qkeel.explain(Model(draw, compute, groups=2), x).sites[0]

@@ -12,9 +12,9 @@ import random
 
 import pytest
 import torch
+from tests.attention import Attention, from_heads, fused, scores, written
 from tests.training import warned
 from torch import nn
-from torch.nn import functional as F
 
 import qkeel
 from qkeel.errors import QkeelError, QkeelWarning
@@ -22,29 +22,19 @@ from qkeel.errors import QkeelError, QkeelWarning
 WIDTH = 16
 
 
-class Block(nn.Module):
+class Block(Attention):
     """Attention without a norm, which notes its largest logit of each head in float64."""
 
-    def __init__(self, heads, fused, notes):
-        super().__init__()
-        self.heads, self.fused, self.notes = heads, fused, notes
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    def __init__(self, heads, is_fused, notes):
+        super().__init__(fused if is_fused else written, WIDTH, heads)
+        self.n_heads, self.notes = heads, notes
+        self.o = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        q, k, v = (
-            f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for f in (self.q, self.k, self.v)
-        )
-        scale = q.shape[-1] ** -0.5
+        q, k, v = self.heads(x)
         with torch.no_grad():
-            logits = q.double() @ k.double().mT * scale
-            self.notes.append(logits.amax((0, 2, 3)))
-        y = (
-            F.scaled_dot_product_attention(q, k, v)
-            if self.fused
-            else (q @ k.mT * scale).softmax(-1) @ v
-        )
-        return x + self.o(y.transpose(1, 2).flatten(2))
+            self.notes.append(scores(q.double(), k.double()).amax((0, 2, 3)))
+        return x + self.o(from_heads(self.attend(q, k, v)))
 
 
 class Store:
@@ -107,13 +97,13 @@ def collected(seed, is_watched):
     """Losses, the features of each step, and what is wrong with the recorded logits, of a drawn program."""
     draw = random.Random(f"hooks {seed}")
     torch.manual_seed(seed)
-    heads, n_layers, fused = (
+    heads, n_layers, is_fused = (
         draw.choice([1, 2, 4]),
         draw.choice([1, 2, 3]),
         draw.random() < 0.5,
     )
     notes: list[torch.Tensor] = []
-    model = nn.Sequential(*(Block(heads, fused, notes) for _ in range(n_layers)))
+    model = nn.Sequential(*(Block(heads, is_fused, notes) for _ in range(n_layers)))
     store = Store(draw.choice(["list", "deque", "by name", "concatenated"]))
     places = draw.sample(
         [str(i) for i in range(n_layers)] + ["0.q", "0.o", f"{n_layers - 1}.v"],
@@ -198,11 +188,11 @@ class Outputs(nn.Module):
 
     def __init__(self, draw):
         super().__init__()
-        heads, fused = draw.choice([1, 2, 4]), draw.random() < 0.5
+        heads, is_fused = draw.choice([1, 2, 4]), draw.random() < 0.5
         self.form = draw.choice(["pooled", "tokens", "channels", "picture", "classes"])
         self.held = draw.choice(["tensor", "dict", "tuple"])
         self.read = nn.Linear(3, WIDTH)
-        self.blocks = nn.Sequential(*(Block(heads, fused, []) for _ in range(2)))
+        self.blocks = nn.Sequential(*(Block(heads, is_fused, []) for _ in range(2)))
         widths = {"pooled": 1, "tokens": 1, "channels": 3, "picture": 2, "classes": 9}
         self.write = nn.Linear(WIDTH, widths[self.form])
 
@@ -241,7 +231,7 @@ def wrong_about_retrofit(seed):
     with torch.no_grad():
         for block in model.blocks:
             block.q.weight.mul_(draw.choice([3.0, 6.0]))
-    title = f"{seed}: {model.form} in a {model.held}, {model.blocks[0].heads} heads"
+    title = f"{seed}: {model.form} in a {model.held}, {model.blocks[0].n_heads} heads"
     before = copy.deepcopy(model)
     with torch.no_grad():
         old, old_held = (before.numbers(part).double() for part in (x[:256], x[256:]))

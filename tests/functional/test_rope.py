@@ -1,15 +1,11 @@
 """The rotation: a quarter turn by hand, tables of many, and what cannot turn."""
 
-from functools import partial
-
 import pytest
 import torch
 from tests.each_row import each_row
 
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.functional.rope import ntk, rope_frequencies, rope_table, rotate
-
-from .properties import randn
 
 # Of 1, 2, 3, 4 and a fifth number, which does not turn.
 QUARTERS = {
@@ -23,26 +19,6 @@ QUARTERS = {
 def test_a_quarter_turn_by_hand(pairing, turned):
     x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     assert rotate(x, torch.zeros(2), torch.ones(2), pairing).tolist() == turned
-
-
-@each_row("pairing", QUARTERS)
-def test_each_of_many_vectors_and_tables_is_rotated_alike_under_vmap(pairing):
-    x = randn(0, 3, 2, 4, 6)  # the last two numbers do not turn
-    cos, sin = rope_table(torch.arange(12.0).view(3, 4), rope_frequencies(4), x.dtype)
-    of = partial(rotate, pairing=pairing)
-    for dims, a, tables in (
-        ((0, None, None), x, (cos[0], sin[0])),
-        ((1, None, None), x.transpose(0, 1), (cos[0], sin[0])),
-        ((0, 1, 1), x, (cos.transpose(0, 1), sin.transpose(0, 1))),
-        ((None, 0, 0), x[0], (cos, sin)),
-        ((0, 0, None), x, (cos, sin[0])),
-    ):
-        each = []
-        for i in range(3):
-            picked = zip((a, *tables), dims)
-            each.append(of(*(t if d is None else t.select(d, i) for t, d in picked)))
-        mapped = torch.func.vmap(of, in_dims=dims)(a, *tables)
-        assert torch.equal(mapped, torch.stack(each)), dims
 
 
 def test_the_table_of_a_compiler_is_the_one_that_is_made_without():

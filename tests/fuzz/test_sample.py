@@ -3,14 +3,9 @@ once ended in a traceback, a hang or silence."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import logging
 import math
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -19,9 +14,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from qkeel import preset, spec
-from qkeel.cli.app import main
-from qkeel.cli.commands import commands
-from qkeel.cli.run import _ENTRIES
 from qkeel.errors import InvalidValueError, QkeelError
 from qkeel.lab import Grid, LongContexts, RunConfig
 from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig
@@ -78,48 +70,6 @@ READERS = {
     "method": lambda text: LongContexts(posthoc=[text]),
     "remedies": lambda text: str(parse_remedies(text)),
 }
-
-# Command lines: words, flags and values of every command; each ends with a known exit code and a word. Commands that
-# train for as long as their flags say are asked for what they are only.
-
-QUICK = ["config", "explain", "presets", "remedies", "report", "scan", "convert"]
-OTHER_FLAGS = """--recipe --json --help --version --out -o --output --to --n-heads --remedies --lrs --seeds --dry-run
---layout --no-tied -- --executor --head-dim --every-head"""
-FLAGS = [*OTHER_FLAGS.split(), *(f"--{x.replace('_', '-')}" for x in _ENTRIES)]
-places = st.sampled_from([*PRESETS, *REMEDIES, "a.toml", ".", "/dev/null", "/dev/zero"])
-word = st.one_of(numbers.map(str), texts, places)
-flag = st.sampled_from(FLAGS)
-words = listed(flag | word | st.builds("{}={}".format, flag, word), 8)
-slow = st.sampled_from([[*c.split(), "--help"] for c in commands() if c not in QUICK])
-begun = st.sampled_from(QUICK) | texts.filter(lambda text: text not in commands())
-lines = slow | st.builds(lambda first, rest: [first, *rest], begun, words)
-
-
-def check_command_line(given_words):
-    """Runs the line in an empty directory; the page, the recipe or the error is on the right stream."""
-    line = [word.replace("\0", "") for word in given_words]  # no system passes these on
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        tempfile.TemporaryDirectory() as place,
-        contextlib.chdir(place),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        Path("a.toml").write_text("steps = 3\n", encoding="utf-8")
-        patch.setattr(sys, "argv", ["qkeel", *line])
-        try:
-            code = main(line)
-        except QkeelError as error:  # main prints these
-            raise AssertionError("an error went past the command line") from error
-        assert not list(Path(place).glob("*.part"))
-    said, warned = out.getvalue().strip(), err.getvalue()
-    assert code in (0, 1, 2, 3), code
-    assert code in (0, 3) or warned.strip(), f"exit code {code} without a word"
-    assert code in (0, 1) or not said, "a refused line prints to stderr alone"
-    assert "Traceback" not in warned
-    (said + warned).encode("utf-8")
-
 
 # Constructors: slots take what their annotations say; configurations, which files give, take anything.
 
@@ -187,7 +137,6 @@ CLASSES = {
         lambda case: READERS[case[0]](case[1]),
         20,
     ),
-    "command-lines": (lines, check_command_line, 12),
     "objects": (
         st.sampled_from(sorted(BUILT)).flatmap(built),
         check_object,

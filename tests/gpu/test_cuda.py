@@ -9,7 +9,6 @@ from torch import Tensor
 from qkeel import preset, reference
 from qkeel.functional.statistics import TENSORS
 from qkeel.kernels.statistics import logit_stats
-from qkeel.nn import Attention, KVCache
 from qkeel.ops import KERNELS
 from qkeel.spec import AttentionCall, AttentionSpec, Sink
 from qkeel.spec.call import make_call
@@ -119,14 +118,6 @@ def test_statistics_are_those_of_the_cpu_in_float64(name, dtype):
             a, b = getattr(ours, field).double().cpu(), getattr(truth, field).double()
             near = (a - b).abs() <= 1e-4 * (1 + b.abs())
             assert ((a == b) | near).all(), f"{field}, {kind}"
-
-
-@torch.no_grad()
-def test_a_cache_gives_the_full_pass():
-    module = Attention(64, 4, 2, spec=preset("qwen3")).cuda()
-    x, cache = torch.randn(2, 9, 64, device="cuda"), KVCache()
-    parts = [module(x[:, i : i + n], cache=cache) for i, n in ((0, 5), (5, 1), (6, 3))]
-    assert torch.allclose(torch.cat(parts, 1), module(x), atol=1e-5)
 
 
 def test_chunked_attention_and_statistics_take_memory_linear_in_the_length():

@@ -151,18 +151,3 @@ def test_a_remedy_does_on_a_gpu_what_it_does_on_a_cpu(name, remedy):
         assert results[0] is results[1]
     else:
         torch.testing.assert_close(*results, rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_sites_are_those_of_a_cpu(name):
-    found = []
-    for device in ("cuda", "cpu"):
-        model, _, tokens = made(name, device)
-        found.append(
-            [
-                (site.name, site.n_heads, site.n_kv_heads)
-                for site in qkeel.find_sites(model, tokens)
-            ]
-        )
-    assert found[0] == found[1]
-    assert len(found[0]) == 2

@@ -54,9 +54,6 @@ def test_each_kind_of_call_has_its_own_order(
     "options",
     [
         {},
-        {"tokens": 1},
-        {"dropout": 0.1},
-        {"spec": AttentionSpec(cap=Softcap(5.0))},
         {
             "spec": AttentionSpec(cap=Softcap(5.0)),
             "gradient": True,

@@ -6,12 +6,10 @@ Triton's kernels run in its interpreter: for q and for k, or for both in one lau
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests import forked
 from tests.kernels.harness import DTYPES, laid
 from tests.quick import one_in
 from torch.testing import assert_close
@@ -19,7 +17,7 @@ from torch.testing import assert_close
 import qkeel
 from qkeel.kernels import triton_access as available
 from qkeel.kernels.norm_rope import encode
-from qkeel.kernels.norm_rope.operator import INTERLEAVED, norm_rope
+from qkeel.kernels.norm_rope.operator import INTERLEAVED
 from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, YaRN
 from qkeel.spec.norm import NoNorm
 from qkeel.spec.rope import NoPosition
@@ -173,16 +171,6 @@ def test_every_norm_gain_and_layout_in_triton(norm, door):
         check(case, f"{turn}, {keep}")
 
 
-@in_triton
-@pytest.mark.slow
-@pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize("norm", NORMS, ids=repr)
-def test_interleaved_pairs_have_the_numbers_of_the_definition(norm, door):
-    turn, door.keeps = NORMS.index(norm), True
-    case = case_of(norm, PAIRED[turn % 2], (1, 7)[turn % 2], (24, 64)[turn % 2])
-    check(case, repr(norm))
-
-
 @pytest.mark.parametrize("norm", one_in(NORMS, 4), ids=repr)
 def test_q_and_k_at_once_have_the_bits_of_one_after_the_other(norm, door):
     spec, q, k, params = case_of(norm, Rope(), 5, 48)
@@ -251,21 +239,6 @@ def test_gains_near_zero_keep_their_gradients_and_nan_shows_in_its_row(
 def test_a_rotation_before_a_norm_that_commutes_is_the_same(norm, door):
     position = Rope(order="rotate_then_norm", pairing="half_reversed")
     check(case_of(norm, position, 3, 16, heads=(2, 1)), repr(norm))
-
-
-def test_rows_by_hand(door):
-    x = torch.tensor([3.0, 4.0] + [0.0] * 6).view(1, 1, 1, 8)
-    y = norm_rope(door.operators, x, torch.tensor(2.0), None, 1, 0.0, False)
-    rms = (25 / 8) ** 0.5
-    assert y.flatten()[:2].tolist() == pytest.approx([2 * 3 / rms, 2 * 4 / rms])
-    # Under the smallest length the gradient is that of a division by it.
-    x = torch.zeros(1, 1, 2, 8)
-    x[0, 0, 0] = 0.25
-    x.requires_grad_()
-    y = norm_rope(door.operators, x, None, None, 2, 4.0, False)
-    (grad,) = torch.autograd.grad(y[..., 0].sum(), x)
-    assert y.flatten().tolist() == [0.0625] * 8 + [0.0] * 8
-    assert grad.flatten().tolist() == 2 * [0.25, *[0.0] * 7]
 
 
 def test_a_rotation_is_differentiable_twice_and_a_norm_once(door):
@@ -339,16 +312,6 @@ def test_a_key_that_needs_no_encoding_is_not_copied():
     ours = encode.encoded(AttentionSpec(), q, k, pos[:, 4:], pos, {})
     assert ours[0] is q
     assert ours[1] is k
-
-
-@pytest.mark.slow
-@in_triton
-def test_a_compiled_module_is_one_graph_with_the_operator_in_it(door):
-    # In a process of its own: the compiler does not go with checked annotations.
-    path = Path(__file__).parent / "triton_kernels" / "whole_graph.py"
-    done = forked.python([path.name], path.parent)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert float(done.stdout) < 1e-5
 
 
 @in_triton

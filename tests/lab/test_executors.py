@@ -12,10 +12,8 @@ from tests.lab.recorded import table
 
 from qkeel.errors import (
     InvalidValueError,
-    MissingLibraryError,
     QkeelError,
     UnknownNameError,
-    needed,
 )
 from qkeel.lab import Execution, Grid, executors, make_plan, run_plan
 from qkeel.lab.executors import Job, Outcome, default_jobs, outcomes, parse_executor
@@ -43,19 +41,6 @@ def test_the_package_that_is_missing_is_named(name, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, PACKAGES[name], None)
     with pytest.raises(QkeelError, match=rf"pip install .*{PACKAGES[name]}"):
         list(outcomes([Job({}, "a", ""), Job({}, "b", "")], 2, name, tmp_path))
-
-
-def test_a_library_that_lacks_one_of_its_own_is_told_apart_from_one_that_is_missing(
-    monkeypatch, tmp_path
-):
-    (tmp_path / "broken_outside.py").write_text("import not_there_at_all\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    broken = "broken_outside imports not_there_at_all"
-    with pytest.raises(MissingLibraryError, match=broken), needed("x", "'qkeel[x]'"):
-        import broken_outside  # noqa: F401
-    missing = r"is not installed: pip install 'qkeel\[x\]'"
-    with pytest.raises(MissingLibraryError, match=missing), needed("x", "'qkeel[x]'"):
-        import not_there_at_all  # noqa: F401
 
 
 def test_jobs_have_absolute_paths_and_results_that_are_not_seen_here_are_errors(

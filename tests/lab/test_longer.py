@@ -22,7 +22,6 @@ from qkeel.lab.build_run import layers
 from qkeel.lab.checkpoint import RunState, load
 from qkeel.lab.lengths import changed, measure, missing, stretched, trained_on
 from qkeel.lab.plan import Method
-from qkeel.lab.studies import by_position, continued
 from qkeel.lab.text import Corpus, long_texts
 from qkeel.nn.attention import SpecModule
 from qkeel.records import RunDirectory, read_json
@@ -181,8 +180,6 @@ def test_a_method_changes_every_layer_and_is_undone(tiny):
     ]
     assert any(changes)
     assert formulas(longer) == {"RoPE(base 10000, PI ×4)"}
-    methods = ["kna/none", "baseline/none", "baseline/pi", "baseline/abf"]
-    assert continued(256) == [f"{method}@256" for method in methods]
 
 
 def test_long_texts_never_cross_from_one_document_into_the_next():
@@ -218,8 +215,7 @@ def test_methods_joined_by_a_plus_are_applied_one_after_the_other(tiny):
 
 
 def test_forms_take_other_positions_and_gains(tiny):
-    positions = ["rope", "nope", "hwfa", "rerope"]
-    forms = (*by_position(["kna"], positions), "cosa:gain=true")
+    forms = ("kna", "kna+nope", "kna+hwfa", "kna+rerope", "cosa:gain=true")
     models = {run.form: run.config.model for run in plan(tiny, forms).runs}
     assert models["kna+rerope"].attention == "kna:train_length=8"
     assert models["cosa:gain=true"].attention == "cosa:gain=true,train_length=8"

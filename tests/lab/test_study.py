@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import json
-import math
 import re
 
 import pytest
@@ -23,7 +22,6 @@ from qkeel.lab.executors import Job, work
 from qkeel.lab.plan import Primary
 from qkeel.lab.quick_demo import quick_demo
 from qkeel.lab.studies import STUDIES
-from qkeel.lab.tuning import tuned_plan, tuning_plan
 from qkeel.records import TABLE_COLUMNS, read_json, write_json
 from qkeel.report.study_runs import read_study
 
@@ -86,7 +84,6 @@ def test_a_plan_is_checked_before_anything_is_written(tiny):
         ),
         (InvalidValueError, lambda: plan(tiny, dataclasses.replace(ONE, lrs=[0.0]))),
         (InvalidValueError, lambda: dataclasses.replace(ONE, seeds=[])),
-        (InvalidValueError, lambda: dataclasses.replace(ONE, tuning_seeds=[0])),
         (InvalidTypeError, lambda: Grid(remedies="none", **grid)),
     ):
         with pytest.raises(kind):
@@ -114,19 +111,18 @@ def test_every_combination_of_settings_is_a_part_and_one_value_is_that_of_all_ru
     )
 
 
-def test_a_command_takes_several_values_and_tunes_rates(tmp_path, capsys):
+def test_a_command_takes_several_values(tmp_path, capsys):
     flags = (
         "--remedies none --lrs 0.01 0.1 --seeds 0 --d-model 16 32 --n-heads 2 --context 8 --batch 2 --data topics "
-        "--eval-sequences 2 --probe-sequences 2 --steps 2 --device cpu --jobs 1 --tune lr --tuning-seeds 5"
+        "--eval-sequences 2 --probe-sequences 2 --steps 2 --device cpu --jobs 1"
     )
     out = tmp_path / "s"
     assert main(["study", "lr", *flags.split(), "--out", str(out)]) == 0
     about = read_json(out / "study.json")
     assert (about["d_model"], about["n_heads"]) == ([16, 32], [2])
-    assert [row["part"] for row in table(out)] == ["d_model 16", "d_model 32"]
-    words = capsys.readouterr().out
-    assert "d_model 32: mean val_loss" in words
-    assert "chosen on seeds 5" in words
+    parts = [row["part"] for row in table(out)]
+    assert parts == ["d_model 16"] * 2 + ["d_model 32"] * 2
+    assert "d_model 32: mean val_loss" in capsys.readouterr().out
 
 
 PARTS = ["mla, adamw", "mha, adamw", "mla, muon", "mha, muon"]
@@ -283,55 +279,6 @@ def test_a_directory_of_something_else_is_left_alone(tiny, tmp_path):
             run_plan(plan(tiny), folder)
         assert (folder / name).read_text() == content
         assert not (folder / "runs").exists()
-
-
-def test_progress_reads_the_last_whole_line(tmp_path):
-    assert execute.last_step(tmp_path) == 0
-    (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"ste')
-    assert execute.last_step(tmp_path) == 20
-
-
-# Rates that are tuned on seeds of their own.
-
-
-def test_a_rate_is_the_best_of_the_tuning_seeds_and_the_compared_seeds_have_no_say(
-    tiny, tmp_path
-):
-    grid = dataclasses.replace(ONE, lrs=[0.001, 0.1], tuning_seeds=[7])
-    made, out = plan(tiny, grid, steps=4), tmp_path / "a"
-    result = run_plan(made, out)
-    (choice,) = read_json(out / "study.json")["tuned"]
-    assert [(row["lr"], row["seed"]) for row in result.table] == [(choice["lr"], 0)]
-    assert choice["border"] == {0.001: "lowest", 0.1: "highest"}[choice["lr"]]
-    stamps = {p: p.stat().st_mtime_ns for p in out.rglob("metrics.jsonl")}
-    assert len(stamps) == 2 + 1
-    run_plan(made, out)  # a second time does nothing
-    assert {p: p.stat().st_mtime_ns for p in out.rglob("metrics.jsonl")} == stamps
-    with pytest.raises(RunDirectoryError, match="tune"):
-        run_plan(plan(tiny, ONE, steps=4), out)
-
-
-def test_the_choice_by_hand(tiny):
-    made = plan(
-        tiny, dataclasses.replace(ONE, lrs=[0.01, 0.03, 0.1], tuning_seeds=[7, 8])
-    )
-
-    def chosen(*losses):
-        rows = [
-            {"run_id": run.config.run_id, "status": "done", "val_loss": loss}
-            for run, loss in zip(tuning_plan(made).runs, losses, strict=True)
-        ]
-        tuned = tuned_plan(made, rows)
-        (choice,) = tuned.tuned
-        assert [run.config.optim.lr for run in tuned.runs] == [choice["lr"]]
-        return choice["lr"], choice["border"], choice["val_loss"]
-
-    assert chosen(3.0, 3.0, 1.0, 4.0, 2.6, 2.6) == (0.03, "", 2.5)
-    assert chosen(2.0, 2.0, 2.0, 2.0, 1.0, math.nan) == (0.01, "lowest", 2.0)
-    assert chosen(*[math.nan] * 4, 9.0, 9.0) == (0.1, "highest", 9.0)
-    assert chosen(*[math.nan] * 6)[2] is None
-    with pytest.raises(RunDirectoryError, match="has not finished"):
-        tuned_plan(made, [])
 
 
 # The demo.

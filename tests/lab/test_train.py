@@ -79,8 +79,6 @@ def test_a_run_directory_holds_what_the_records_say(tiny, tmp_path):
     assert (summary["remedy"], summary["max_logit"]) == ("lalr:tau=0.5", top)
     assert summary["run_id"] == RunConfig.from_dict(directory.config()).run_id
     assert (env["corpus"]["name"], env["command"]) == ("topics", "qkeel run")
-    assert "lr(W_Q^h) = 0.5 · η" in env["formula"]
-    assert "softmax" in env["formula"]
 
 
 TIED = {"n_heads": 4, "n_kv_heads": 2, "tied": True, "mlp": "swiglu"}
@@ -166,28 +164,18 @@ def test_a_directory_of_something_else_is_left_alone(tiny, tmp_path):
         2,
     ),
 )
-def test_a_torn_file_is_named_and_the_run_starts_again(
-    tiny,
-    tmp_path,
-    caplog,
-    name,
-    words,
-    whole,
-    cut,
+def test_a_damaged_file_is_named_and_nothing_is_deleted(
+    tiny, tmp_path, name, words, cut
 ):
     path = shutil.copytree(cut, tmp_path / "r") / name
     path.write_bytes(path.read_bytes()[:40])
-    assert everything(run(tiny(), tmp_path / "r")) == whole
-    assert words in caplog.text
-    assert "The run starts again" in caplog.text
+    with pytest.raises(RunDirectoryError, match=f"{words}.*to run again"):
+        run(tiny(), tmp_path / "r")
+    assert path.stat().st_size == 40
 
 
 def test_records_in_another_order_are_noticed_and_torn_ends_written_again(
-    tiny,
-    tmp_path,
-    caplog,
-    whole,
-    cut,
+    tiny, tmp_path, whole, cut
 ):
     place = shutil.copytree(cut, tmp_path / "r")
     for name in ("metrics.jsonl", "heads.f32", "events.jsonl"):
@@ -197,8 +185,8 @@ def test_records_in_another_order_are_noticed_and_torn_ends_written_again(
     path = shutil.copytree(cut, tmp_path / "turned") / "metrics.jsonl"
     first, second, *lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([second, first, *lines]))
-    assert everything(run(tiny(), path.parent)) == whole
-    assert "metrics.jsonl lacks records" in caplog.text
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl lacks records"):
+        run(tiny(), path.parent)
 
 
 def test_a_configuration_or_checkpoint_of_another_run_is_refused_and_nothing_deleted(
@@ -294,11 +282,6 @@ def test_measuring_does_not_change_training_nor_threads(tiny, tmp_path):
     finally:
         torch.set_num_threads(before)
     assert timeless(last[0]) == timeless(last[1])
-
-
-def test_a_run_may_be_steered_by_an_autopilot(tiny, tmp_path):
-    config = tiny(remedy="autopilot", steps=20, optim={"lr": 0.3})
-    assert run(config, tmp_path / "r").summary()["remedy"] == "autopilot"
 
 
 @pytest.mark.parametrize("remedy", ["none", "qk_norm"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from qkeel.metrics import Status, alarm_step, collapsed, spike_score
+from qkeel.metrics import Status, alarm_step, collapsed
 from qkeel.metrics.run_scalars import slope, stored_logit_error
 from qkeel.metrics.verdict import judged
 
@@ -41,24 +41,6 @@ def test_the_alarm_fires_at_the_first_step_above_the_threshold():
     assert alarm_step([]) is None
     assert alarm_step([{"step": 7, "max_logit": math.nan}]) == 7
     assert alarm_step([{"step": 1}, {"step": 2, "max_logit": 3.0}], 1.0) == 2
-
-
-def test_spikes_are_far_above_the_window_before():
-    calm = [1.0, 1.1] * 10
-    assert spike_score(calm) == 0
-    assert spike_score([*calm, 9.0]) == pytest.approx(1 / 21)
-    assert spike_score([*calm, -9.0]) == 0
-    assert spike_score([*calm, math.nan]) == pytest.approx(1 / 21)
-    assert spike_score([*calm, math.inf]) == pytest.approx(1 / 21)
-    assert spike_score([9.0, *calm]) == 0  # the first window is never judged
-    assert spike_score([1.0, 1.1, 1.0, 9.0]) == 0
-    assert spike_score([]) == 0
-    # Six deviations of the 16 losses before.
-    deviation = 0.05 * math.sqrt(16 / 15)
-    assert spike_score([*calm, 1.05 + 5.9 * deviation]) == 0
-    assert spike_score([*calm, 1.05 + 6.1 * deviation]) == pytest.approx(1 / 21)
-    assert spike_score([*calm[:15], 9.0]) == 0
-    assert spike_score([*calm[:16], 9.0]) == pytest.approx(1 / 17)
 
 
 def test_the_error_of_a_stored_logit_is_its_spacing_over_the_root_of_twelve():

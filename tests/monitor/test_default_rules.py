@@ -234,4 +234,4 @@ def test_the_line_of_an_alarm_names_all_optimizers():
                 optimizer.step()
         line = monitor.alarms[0].remedy
     spec = "qk_clip:threshold=15,steps=matched"
-    assert line == f'qkeel.apply(model, "{spec}", [muon, adamw])'
+    assert line == f'qkeel.apply(model, "{spec}", optimizers)'

@@ -74,23 +74,11 @@ def test_types_are_found_and_shown(tmp_path):
     assert head.split()[:2] == ["layer", "type"]
     assert [tuple(row.split()[:2]) for row in rows[:4]] == list(TYPES.items())
     assert " type " in monitor._repr_html_()
-    keys = sample.summaries()
-    logits = sample.heads["max_logit"]
-    for i, of in enumerate(TYPES.values()):
-        assert (
-            keys[f"attn/{of}/max_logit"]
-            == logits[i].max()
-            == sample.of_type(of, "max_logit")
-        )
-        assert keys[f"attn/{of}/entropy"] == pytest.approx(
-            sample.heads["entropy"][i].mean()
-        )
     run = RunDirectory(tmp_path / "run")
     assert {site["name"]: site["type"] for site in run.config()["sites"]} == TYPES
     assert History.read(run).types == monitor.history.types == TYPES
     for frame in (
         monitor.history.frame(),
-        monitor.history.frame("layers"),
         qkeel.load(tmp_path / "run").heads,
     ):
         assert dict(zip(frame["layer"], frame["type"])) == TYPES

@@ -143,12 +143,8 @@ def test_blocks_without_attention_are_recorded_under_their_own_name():
         step(model, optimizer, BATCHES[0])
         sample = monitor.sample
         assert sample is not None
-        frame = monitor.history.frame("layers")
     assert sample.values["block_output_rms/blocks.1"] > 0
     assert (
         sample.summaries()["hidden/blocks.1/block_output_rms"]
         == sample.values["block_output_rms/blocks.1"]
     )
-    assert frame["layer"].tolist() == ["blocks.0.mixer", "blocks.2.mixer", "blocks.1"]
-    assert np.isnan(frame["max_logit"][2])
-    assert frame["block_output_rms"][2] == sample.values["block_output_rms/blocks.1"]

@@ -2,11 +2,8 @@
 
 import numpy as np
 import pytest
-from tests.each_row import each_row
 
-from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.monitor import Sample, sample_line, sample_table
-from qkeel.records import HEAD_FIELDS, fold_heads
 
 from .samples import LAYERS, sample
 
@@ -21,15 +18,6 @@ def test_heads_are_folded_by_the_worst_or_by_the_mean():
     )  # over heads, not over layers
     assert one.overall("max_logit") == 14.23
     assert np.isnan(one.overall("key_norm"))
-
-
-@each_row("name", HEAD_FIELDS)
-def test_a_field_folds_to_nan_only_where_nothing_was_measured(name):
-    values = np.array([[np.nan, np.nan], [np.nan, 2.0], [1.0, 3.0]])
-    folded = fold_heads(name, values)
-    assert np.isnan(folded[0])
-    assert folded[1] == 2.0
-    assert folded[2] == {"max": 3.0, "min": 1.0, "mean": 2.0}[HEAD_FIELDS[name].fold]
 
 
 def test_trackers_get_layers_but_no_heads_and_nothing_unmeasured():
@@ -64,13 +52,6 @@ def test_blocks_and_evaluation_have_keys_of_their_own():
         "eval/hidden/block_output_rms": 3.0,
         "eval/hidden/layer_01/block_output_rms": 3.0,
     }
-
-
-def test_a_sample_that_fits_no_layers_is_refused():
-    with pytest.raises(ShapeError, match=r"2 layers, heads\], got shape \(3, 4\)"):
-        Sample(step=0, layers=LAYERS, heads={"entropy": np.ones((3, 4))})
-    with pytest.raises(InvalidValueError, match="'train' or 'eval', got 'test'"):
-        Sample(step=0, phase="test")
 
 
 def test_a_sample_without_heads_is_one_line():

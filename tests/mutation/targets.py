@@ -15,7 +15,7 @@ ROOMS = {
     ),
     "audit": (),
     "cli": (),
-    "spec": ("test_reference.py",),
+    "spec": (),
     "functional": ("spec/test_band_call.py", "remedies/test_z_loss.py"),
     "patching": ("sites/**/test_*.py",),
     "records": ("monitor/test_sinks.py",),

@@ -110,23 +110,6 @@ def test_pieces_give_the_full_forward_pass(spec):
             near(in_pieces(module, x, sizes), module(x))
 
 
-# torch's RMSNorm says so once where its input is low and its gain is not.
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-@pytest.mark.parametrize("autocast", [False, True])
-@torch.no_grad()
-def test_bfloat16_decodes_no_worse_than_it_attends(autocast):
-    module, x = make(SPECS[2], torch.float32, latent_norm=True), torch.randn(2, T, D)
-    exact = module(x)
-    if not autocast:
-        module, x = module.bfloat16(), x.bfloat16()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        whole, pieces = module(x), in_pieces(module, x, [4, 1, 1, 1, 1, 1])
-    assert pieces.dtype == whole.dtype
-    rounding = torch.finfo(torch.bfloat16).eps * exact.abs().max()
-    limit = 2 * (whole - exact).abs().max() + rounding
-    assert (pieces - exact).abs().max() <= limit
-
-
 @pytest.mark.parametrize("spec", [AttentionSpec(), SPECS[2]])
 @torch.no_grad()
 def test_left_padding_with_own_positions_gives_the_sequence_without_padding(
@@ -191,26 +174,15 @@ def test_a_token_takes_latent_and_rotated_key_and_one_number_per_head_under_a_no
             cache = module.new_cache()
             module(x.to(dtype), cache=cache)
             assert cache.bytes_per_token == size * (7 + 4) + of_heads
-    module, x = make(SPECS[2]), x[:1].double()
-    cache = module.new_cache()
-    module(x, cache=cache)
-    empty = [torch.empty(1, n, 0, *d).double() for n, *d in ((1, 7), (1, 4), (H,))]
-    keys, inverse = cache.append(*empty)
-    # The gain goes on the rotated part before the rotation: q·R(g∘k) ≠ (g∘q)·Rk. Position 0 is not turned.
-    near(keys[0, 0, 0, 7:], module.k_norm[:4] * module.k_rope(x)[0, 0])
-    for h in range(H):
-        plain = module.kv_down(x)[0] @ module.k_up.weight[h * 6 : h * 6 + 6].T
-        squares = plain.square().sum(-1) + module.k_rope(x)[0].square().sum(-1)
-        near(inverse[0, h], 1 / (squares / 10 + 1e-6).sqrt())
 
 
 REFUSED = [
     (AttentionSpec(norm=norm), words)
     for norm, words in (
-        (LayerNorm(), "LayerNorm subtracts the mean"),
-        (RMSNorm(gain="head"), "cached once for all heads"),
-        (RMSNorm(gain="dim", bias=True), "a bias after the norm"),
-        (RMSNorm(on="qkv"), "a norm on the values"),
+        (LayerNorm(), "LN"),
+        (RMSNorm(gain="head"), "g_h"),
+        (RMSNorm(gain="dim", bias=True), "w . b"),
+        (RMSNorm(on="qkv"), "RMS.v"),
     )
 ]
 NTK = AttentionSpec(position=Rope(stretch=DynamicNTK(factor=2.0, train_length=4)))

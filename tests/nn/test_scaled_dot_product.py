@@ -1,6 +1,5 @@
 """functional_attention is F.scaled_dot_product_attention: its arguments, shapes, errors, and how it is seen."""
 
-import inspect
 import random
 
 import pytest
@@ -133,25 +132,6 @@ def test_random_calls_have_the_output_gradients_and_errors_of_torchs(many, taken
         assert any(call.q.shape[1] > call.k.shape[1] for call in taken)
         assert any(call.mask is not None for call in taken)
     assert many / 20 < refused < many / 2
-
-
-def test_its_parameters_are_those_that_torch_documents():
-    """Read from torch's own docstring: the function is built in, and has no signature."""
-    text = F.scaled_dot_product_attention.__doc__ or ""
-    head = text.strip().partition(")")[0].partition("(")[2]
-    documented = [part.strip().partition("=")[::2] for part in head.split(",")]
-    own = inspect.signature(functional_attention).parameters.values()
-    defaults = [(p.name, "" if p.default is p.empty else str(p.default)) for p in own]
-    assert defaults == [pair for pair in documented if pair[0] != "*"]
-
-
-# torch's own, inside its CPU path.
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_go_to_torch():
-    pieces = [torch.randn(n, 2, 8) for n in (3, 5)]
-    q = torch.nested.nested_tensor(pieces, layout=torch.jagged).transpose(1, 2)
-    ours, theirs = (function(q, q, q) for function in BOTH)
-    assert torch.equal(ours.values(), theirs.values())
 
 
 class Model(nn.Module):

@@ -100,7 +100,6 @@ def test_one_version_everywhere():
 
 # Where the package that is imported has another name.
 DISTRIBUTIONS = {
-    "PIL": "pillow",
     "mlflow": "mlflow_skinny",
 }
 # By torch; a stub for types; there in every notebook.

@@ -6,21 +6,10 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
-from torch.nn import functional
 
-from qkeel.patching.autograd import saved_factor
 from qkeel.patching.module_tables import gradient_hooks, put_hooks, remove_hooks
 from qkeel.patching.sharded_models import _parameter_groups, shard_alike
 from qkeel.patching.torch_state import transformed_now, with_tangents
-
-
-def test_the_first_factor_of_a_product_is_what_the_weight_multiplies():
-    x, layer = torch.randn(3, 4), nn.Linear(4, 2)
-    for product in (layer(x), functional.linear(x, layer.weight)):
-        factor = saved_factor(product.grad_fn)
-        assert factor is not None
-        assert torch.equal(factor, x)
-    assert saved_factor((layer.weight * 2).sum().grad_fn) is None
 
 
 def test_hooks_on_the_gradients_of_parameters_are_among_those_of_a_module():

@@ -61,10 +61,10 @@ def reduced(members, measured):
     sent = []
     for table, of_rank in zip(tables, measured, strict=True):
         vector = None if of_rank is None else vector_of(flatten(*of_rank)[1])
-        sent.append(table.split(vector, [-1.0, 1.0]))
+        sent.append(table.split(vector))
     largest, sums = (torch.stack(vectors) for vectors in zip(*sent))
     everywhere = [
-        table.join(largest.amax(0).numpy(), sums.sum(0).numpy(), 2) for table in tables
+        table.join(largest.amax(0).numpy(), sums.sum(0).numpy()) for table in tables
     ]
     for vector in everywhere:
         np.testing.assert_array_equal(vector, everywhere[0])

@@ -32,14 +32,15 @@ def test_values_come_back_by_name_layer_and_head(tmp_path):
 
 
 def test_heads_are_folded_by_hand():
-    values = np.array([[0.1, 0.5, np.nan, 0.4, 0.2], [np.nan] * 4 + [0.2]])
+    # Exactly 0.3 is no sink head.
+    values = np.array(
+        [[0.1, 0.5, np.nan, 0.3, 0.3], [np.nan] * 4 + [0.2], [np.nan] * 5]
+    )
     expected = {
-        "max": [0.5, 0.2],
-        "min": [0.1, 0.2],
-        "mean": [0.3, 0.2],
-        "share_of_sinks": [0.5, 0.0],
-        "gap_of_sinks": [0.45 - 0.15, np.nan],
-        "min_ratio": [0.1 / 0.3, 1.0],
+        "max": [0.5, 0.2, np.nan],
+        "min": [0.1, 0.2, np.nan],
+        "mean": [0.3, 0.2, np.nan],
+        "share_of_sinks": [0.25, 0.0, np.nan],
     }
     folds = {name: fold(values).tolist() for name, fold in file_formats._FOLDS.items()}
     assert folds.keys() == expected.keys()

@@ -80,19 +80,24 @@ def test_a_finished_run_knows_how_much_it_wrote(tmp_path):
     for step in (0, 10):
         append_line(tmp_path / "metrics.jsonl", {"step": step})
     run.finish({"steps": 10})
-    assert run.damage() == ""
+    run.check_complete()
     lines = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def damaged(words):
+        with pytest.raises(DamagedFileError, match=words):
+            run.check_complete()
+
     for change in (lines[: len(lines) // 2], b""):
         (tmp_path / "metrics.jsonl").write_bytes(change)
-        assert "metrics.jsonl has" in run.damage()
+        damaged(r"metrics\.jsonl has")
     (tmp_path / "metrics.jsonl").write_bytes(lines)
     env = (tmp_path / "env.json").rename(tmp_path / "away")
-    assert "env.json is missing" in run.damage()
+    damaged(r"env\.json is missing")
     env.rename(tmp_path / "env.json")
     (tmp_path / "DONE").write_text("{")
-    assert "DONE is not complete JSON" in run.damage()
+    damaged("DONE is not complete JSON")
     (tmp_path / "DONE").write_text("")  # as version 0.1.0 wrote it
-    assert run.damage() == ""
+    run.check_complete()
 
 
 def test_two_processes_cannot_hold_one_directory_and_a_dead_one_does_not(

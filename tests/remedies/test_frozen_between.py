@@ -33,14 +33,10 @@ class Between(nn.Module):
         self.kind = kind
         shape = {
             "added": (WIDTH,),
-            "added per head": (HEADS, SIZE),
             "multiplied": (SIZE,),
             "softplus": (SIZE,),
-            "temperature": (),
-            "temperature per head": (HEADS, 1),
             "temperature per token": (2 * TOKENS, 1, 1),
             "table": (2 * TOKENS, 1, SIZE),
-            "factors of places": (2 * TOKENS, HEADS, SIZE),
             "frequencies": (SIZE // 2,),
             "gate": (WIDTH, WIDTH),
             "mixed": (SIZE, SIZE),
@@ -48,11 +44,9 @@ class Between(nn.Module):
         if shape is not None:
             self.p = nn.Parameter(torch.randn(shape))
         modules = {
-            "layer norm": lambda: nn.LayerNorm(SIZE),
             "rms norm": lambda: nn.RMSNorm(WIDTH),
             "hand norm": lambda: HandNorm(SIZE),
             "batch norm": lambda: nn.BatchNorm1d(WIDTH),
-            "embedding": lambda: nn.Embedding(2 * TOKENS, SIZE),
             "convolution": lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH),
         }
         if kind in modules:
@@ -63,17 +57,11 @@ class Between(nn.Module):
         match self.kind:
             case "added":
                 return (flat + self.p).view_as(q)
-            case "added per head":
-                return q + self.p
             case "multiplied":
                 return q * self.p
             case "softplus":
                 return q * F.softplus(self.p)
-            case "temperature":
-                return q * self.p.exp()
-            case "temperature per head":
-                return q / self.p.square().add(0.1)
-            case "temperature per token" | "factors of places":
+            case "temperature per token":
                 return q * self.p[:t]
             case "table":
                 return q + self.p[:t]
@@ -88,12 +76,10 @@ class Between(nn.Module):
                 return q @ self.p
             case "rms norm":
                 return self.inner(flat).view_as(q)
-            case "layer norm" | "hand norm":
+            case "hand norm":
                 return self.inner(q)
             case "batch norm" | "convolution":
                 return self.inner(flat.mT).mT.reshape_as(q)
-            case "embedding":
-                return q + self.inner(torch.arange(t))[:, None]
         return q
 
 
@@ -193,22 +179,16 @@ class Block(nn.Module):
 
 BETWEEN = (
     "added",
-    "added per head",
     "multiplied",
     "softplus",
-    "temperature",
-    "temperature per head",
     "temperature per token",
     "table",
-    "factors of places",
     "frequencies",
     "gate",
     "mixed",
-    "layer norm",
     "rms norm",
     "hand norm",
     "batch norm",
-    "embedding",
     "convolution",
 )
 

@@ -15,7 +15,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import qkeel
 from qkeel.errors import RefusedError
-from qkeel.functional.bounds import spectral_norm
 from qkeel.remedies.base import Target
 from qkeel.remedies.head_weights import HeadNorms, HeadWeights, check_weights
 from qkeel.remedies.shared_maxima import SharedMaxima
@@ -96,11 +95,6 @@ def test_squares_of_the_parts_add_up_to_those_of_the_heads(dim, monkeypatch):
 
 def test_what_cannot_be_done_with_a_part_or_a_quantised_weight_is_refused():
     with process(0):
-        split = part(0, 0)
-        with pytest.raises(
-            RefusedError, match=r"rows is split .* spectral norm cannot"
-        ):
-            HeadNorms([PLAIN, ROWS], [WHOLE, split], spectral_norm)
         model = attention()
         target = Target(model=model, optimizer=None, sites=find_sites(model))
         terms = DTensor.from_local(
@@ -112,7 +106,6 @@ def test_what_cannot_be_done_with_a_part_or_a_quantised_weight_is_refused():
         model.q_proj.weight = torch.nn.Parameter(terms)
         with pytest.raises(RefusedError, match="no process holds a block of it"):
             check_weights(target, "lalr", per_head=True)
-    HeadNorms([PLAIN], [WHOLE], spectral_norm)
     model = attention()
     sites = find_sites(model)
     optimizer = sgd(model)

@@ -14,7 +14,6 @@ from qkeel.remedies import REMEDIES
 from qkeel.sites import Tap
 
 from .foreign import example, hf, out
-from .models import gradients
 from .models import trained as reached
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
@@ -36,27 +35,6 @@ def maxima(model):
         stats = next(iter(tap.read().values()))
     model.train()
     return stats.max_logit
-
-
-class Copies:
-    """Float32 copies in the optimizer's groups, copied back after each step: the way of apex and Megatron."""
-
-    def __init__(self, model, lr):
-        self.model = model
-        self.copies = {
-            n: nn.Parameter(p.detach().float()) for n, p in model.named_parameters()
-        }
-        self.optimizer = torch.optim.AdamW(
-            self.copies.values(), lr=lr, weight_decay=0.1
-        )
-
-    def step(self, grads):
-        for name, copy_ in self.copies.items():
-            copy_.grad = grads[name].float()
-        self.optimizer.step()
-        with torch.no_grad():
-            for name, p in self.model.named_parameters():
-                p.copy_(self.copies[name])
 
 
 class InState(torch.optim.Optimizer):
@@ -82,69 +60,27 @@ class InState(torch.optim.Optimizer):
                 p.copy_(state["master_param"])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_lalr_scales_the_steps_of_float32_copies(dtype):
-    model = llama(dtype)
-    twin = llama(torch.float32)
-    with torch.no_grad():
-        for p, q in zip(model.parameters(), twin.parameters()):
-            q.copy_(p)
-    own, plain = (
-        Copies(model, 0.01),
-        adamw(twin, 0.01, weight_decay=0.1),
-    )
-    with (
-        qkeel.apply(model, "lalr:tau=0.3", own.optimizer, batch=batch()),
-        qkeel.apply(twin, "lalr:tau=0.3", plain, batch=batch()),
-    ):
-        for grads in gradients(twin, 5):
-            own.step(grads)
-            for name, p in twin.named_parameters():
-                p.grad = grads[name]
-            plain.step()
-    for name, p in twin.named_parameters():
-        assert torch.equal(own.copies[name], p), name
-        assert torch.equal(model.get_parameter(name), p.to(dtype)), name
-
-
-@pytest.mark.parametrize(
-    ("way", "family", "parts"),
-    [("groups", "qwen2", ("weight", "bias")), ("state", "llama", ("weight",))],
-)
-def test_qk_clip_scales_float32_copies_with_the_weights(way, family, parts):
-    model, x = llama(torch.bfloat16, family), batch()
-    own = Copies(model, 0.0)
-    optimizer = own.optimizer if way == "groups" else InState(model.parameters(), 0.0)
+def test_qk_clip_scales_float32_copies_in_the_state_with_the_weights():
+    model, x = llama(torch.bfloat16), batch()
+    optimizer = InState(model.parameters(), 0.0)
     threshold = float(maxima(model)[0]) / 2
     with qkeel.apply(model, f"qk_clip:threshold={threshold}", optimizer, batch=x):
         for _ in range(3):  # what the first step clipped no later one brings back
             reached(out(model, x))
-            if way == "groups":
-                own.step({n: torch.zeros_like(p) for n, p in model.named_parameters()})
-            else:
-                optimizer.step()
+            optimizer.step()
     largest = float(maxima(model)[0])
     assert largest == pytest.approx(threshold, rel=0.02)  # bfloat16 weights
-    for part in parts:
-        name = QUERY.replace("weight", part)
-        p = model.get_parameter(name)
-        copies = (
-            own.copies[name] if way == "groups" else optimizer.state[p]["master_param"]
-        )
-        assert torch.equal(p, copies.bfloat16())
+    p = model.get_parameter(QUERY)
+    assert torch.equal(p, optimizer.state[p]["master_param"].bfloat16())
 
 
 @pytest.mark.parametrize("remedy", ["lalr", "qk_clip", "qk_weight_decay"])
-def test_copies_that_cannot_be_told_are_refused_with_a_hint(remedy):
+def test_an_optimizer_of_float32_copies_is_refused(remedy):
+    """The way of apex and Megatron."""
     model = llama(torch.bfloat16)
-    flat = nn.Parameter(
-        torch.cat([p.detach().float().flatten() for p in model.parameters()])
-    )
-    with pytest.raises(
-        RefusedError,
-        match=r"q_proj.weight, which this SGD does not hold; .*flattened, sharded or stale",
-    ):
-        qkeel.apply(model, remedy, torch.optim.SGD([flat], lr=0.1), batch=batch())
+    copies = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    with pytest.raises(RefusedError, match=r"q_proj.weight, which this SGD does not"):
+        qkeel.apply(model, remedy, torch.optim.SGD(copies, lr=0.1), batch=batch())
 
 
 # --- adapters

@@ -67,9 +67,7 @@ def test_the_line_in_front_of_training_does_what_it_does_with_an_example(spec, w
     assert torch.equal(own(batch(9)), copy_of_plain(own)(batch(9)))
 
 
-@pytest.mark.parametrize(
-    "spec", [SPECS[0], "qk_weight_decay:decay=0.5", "lalr:decay=plain"]
-)
+@pytest.mark.parametrize("spec", [SPECS[0], "qk_weight_decay:decay=0.5"])
 def test_a_step_with_a_closure_is_changed_from_the_first_one_on(spec):
     """The pass that shows the attention runs inside that step, as in Lightning."""
     models = encoder(), encoder()

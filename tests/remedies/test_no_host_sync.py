@@ -76,7 +76,7 @@ def _as_on_a_gpu(monkeypatch):
 
 
 CLIPS = ["qk_clip:threshold=0.001", "qk_clip:threshold=0.001,steps=matched"]
-REMEDIES = ["lalr", "lalr:decay=plain", "qk_lr:factor=0.5", "qk_weight_decay", *CLIPS]
+REMEDIES = ["lalr", "qk_lr:factor=0.5", "qk_weight_decay", *CLIPS]
 
 
 @pytest.mark.parametrize("optimizer", ["fused", "sgd"])

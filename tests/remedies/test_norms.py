@@ -3,7 +3,6 @@
 import copy
 import itertools
 import math
-from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -173,20 +172,6 @@ def test_under_autocast_the_norm_is_taken_in_float32():
     assert (q.float().unflatten(-1, (4, 4)).norm(dim=-1) - 2).abs().max() < 0.02
 
 
-class Functional(Hand):
-    """As BEiT and Swin do: the projections are modules, and their weights are given to F.linear."""
-
-    def heads(self, x):
-        def projected(m):
-            return lambda x: nn.functional.linear(x, weight=m.weight, bias=m.bias)
-
-        with ExitStack() as undo:
-            for m in self.modules():
-                if isinstance(m, nn.Linear) and m is not self.o:
-                    undo.enter_context(mock.patch.object(m, "_call_impl", projected(m)))
-            return super().heads(x)
-
-
 class Spare(Hand):
     """As timm's: the norm that was left out is an Identity, which the forward calls."""
 
@@ -202,8 +187,6 @@ class Spare(Hand):
 @pytest.mark.parametrize(
     ("kind", "layout", "options"),
     [
-        (Functional, "linear", ""),
-        (Functional, "fused", ":kind=l2,gain=head"),
         (Spare, "interleaved", ":kind=l2,gain=head"),
         (Spare, "linear", ":over=layer"),
     ],
@@ -269,21 +252,6 @@ def relative(a, y):  # Shaw
     return q @ parts(y["k"]).mT + torch.einsum("bhtd,tsd->bhts", q, far)
 
 
-@each_row("logits, n", [(two_streams, 4), (two_products, 4), (relative, 2)])
-def test_heads_of_several_modules_are_normed_where_they_are_made(logits, n):
-    model = Several(logits).double()
-    made = {
-        name: y
-        if name == "x"
-        else RMSNorm().normalise(y.unflatten(-1, (4, 4))).flatten(-2)
-        for name, y in model.projections(X).items()
-    }
-    names, expected = len(model.state_dict()), model.attend(made)
-    with qkeel.apply(model, "qk_norm", batch=X):
-        assert_close(model(X), expected)
-        assert len(model.state_dict()) == names + n
-
-
 # What is refused, and leaves the model as it was
 
 
@@ -313,7 +281,16 @@ def pooled(a, y):  # each query is the larger of two
 
 @each_row(
     "logits",
-    [adapter, concatenated, late_bias, behind, pooled],
+    [
+        adapter,
+        concatenated,
+        late_bias,
+        behind,
+        pooled,
+        two_streams,
+        two_products,
+        relative,
+    ],
 )
 def test_a_norm_that_would_not_be_that_of_the_heads_is_refused(
     logits,

@@ -20,7 +20,7 @@ from .models import (
     step_by,
 )
 
-TAU, RATE, DECAY = 0.3, 0.01, 0.1
+TAU = 0.3
 
 
 def qk_factors(start, now):
@@ -30,16 +30,8 @@ def qk_factors(start, now):
     return {"q": (k0 / k).repeat_interleave(2), "k": groups[0] / groups[1]}
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        *((name, "") for name in OPTIMIZERS),
-        *((name, ",decay=plain") for name in ("AdamW", "AdamW fused", "Muon")),
-        ("SGD", ",norm=spectral"),
-    ],
-)
-def test_each_head_takes_its_factor_of_the_optimizers_own_step(name, options):
-    order = 2 if "spectral" in options else "fro"
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_head_takes_its_factor_of_the_optimizers_own_step(name):
     model, plain = attention(), attention()
     optimizer, other = (
         optimizer_of(name, matrices(m), **OPTIMIZERS[name]) for m in (model, plain)
@@ -48,7 +40,7 @@ def test_each_head_takes_its_factor_of_the_optimizers_own_step(name, options):
 
     def norms():
         return {
-            side: torch.linalg.matrix_norm(w.detach().unflatten(0, (n, -1)), order)
+            side: torch.linalg.matrix_norm(w.detach().unflatten(0, (n, -1)))
             for side, (w, n) in weights.items()
         }
 
@@ -57,7 +49,7 @@ def test_each_head_takes_its_factor_of_the_optimizers_own_step(name, options):
         step_by(model, optimizer, grads)
         step_by(plain, other, grads)
     start = norms()
-    handle = qkeel.apply(model, f"lalr:tau={TAU}{options}", optimizer)
+    handle = qkeel.apply(model, f"lalr:tau={TAU}", optimizer)
     for grads in warm_up[2:]:
         with torch.no_grad():  # weights that are not the start's times a number
             for w, _ in weights.values():
@@ -72,8 +64,7 @@ def test_each_head_takes_its_factor_of_the_optimizers_own_step(name, options):
             expected = p.detach()
             if n[0] in factors:
                 factor = TAU * factors[n[0]].repeat_interleave(4)[:, None]
-                base = old[n] * (1 - RATE * DECAY if "plain" in options else 1)
-                expected = base + factor * (p.detach() - base)
+                expected = old[n] + factor * (p.detach() - old[n])
             assert_close(
                 model.get_parameter(n).detach(), expected, rtol=1e-12, atol=1e-14
             )
@@ -221,7 +212,7 @@ def test_the_settings_of_step_remedies_where_nothing_is_said_are_those_of_the_do
     settings = {
         name: [getattr(REMEDIES[name](), option) for option in options.split()]
         for name, options in {
-            "lalr": "tau norm decay",
+            "lalr": "tau",
             "qk_clip": "threshold groups frozen steps",
             "qk_lr": "factor",
             "qk_weight_decay": "decay",
@@ -229,7 +220,7 @@ def test_the_settings_of_step_remedies_where_nothing_is_said_are_those_of_the_do
         }.items()
     }
     assert settings == {
-        "lalr": [0.1, "frobenius", "scaled"],
+        "lalr": [0.1],
         "qk_clip": [100.0, "query", "refuse", "full"],
         "qk_lr": [0.1],
         "qk_weight_decay": [0.1],

@@ -120,29 +120,3 @@ def test_a_cap_never_changes_frozen_weights_and_is_refused_if_they_are_over_it()
     optimizer.step()
     assert torch.equal(model.q_proj.weight, before["q_proj.weight"])
     assert not torch.equal(model.k_proj.weight, before["k_proj.weight"])
-
-
-STATES = [
-    "lalr",
-    "lalr:norm=spectral",
-    "qk_clip:threshold=0.5,steps=matched",
-    "qk_lr",
-    "softcap",
-]
-
-
-@pytest.mark.parametrize("saved", STATES[:3])
-@pytest.mark.parametrize("loaded", [*STATES, "qk_clip:threshold=0.5"])
-def test_the_state_of_another_remedy_is_refused(saved, loaded):
-    handles = []
-    for remedy in (saved, loaded):
-        model = attention()
-        optimizer = sgd(model)
-        handles.append((qkeel.apply(model, remedy, optimizer), model, optimizer))
-    if saved == loaded:
-        handles[1][0].load(handles[0][0].state())
-        return
-    with pytest.raises(
-        InvalidValueError, match="load the state of the same model and remedy"
-    ):
-        handles[1][0].load(handles[0][0].state())

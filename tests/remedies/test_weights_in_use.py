@@ -285,40 +285,6 @@ def test_rates_follow_the_weights_in_use(seed):
         assert_close(taken, (full - start[name]).detach() * (0.5 if is_weight else 1.0))
 
 
-class Normed(Layer):
-    """Norms without gains on queries and keys, written out."""
-
-    def parts(self, x):
-        q, k, v = super().parts(x)
-        q, k = (y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
-        return q, k, v
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("groups", [2, 4])
-def test_norms_of_heads_do_not_depend_on_how_weights_are_computed(wrap, groups):
-    torch.manual_seed(groups)
-    projections = [nn.Linear(32, 8 * n).double() for n in (4, groups, groups)]
-    for projection in projections:
-        projection.weight.data.mul_(5)
-    q, k = map(WRAPS[wrap], projections[:2])
-    model = nn.Sequential(Layer(q, k, projections[2], heads=4, size=8))
-    x = torch.randn(2, 6, 32, dtype=torch.float64)
-    model(x)
-    optimizer = sgd(model, lr=1e-3)
-    try:
-        handle = qkeel.apply(model, "qk_norm", optimizer, batch=x)
-    except RefusedError:
-        # Every stored number makes all heads, or nobody knows what a hook does.
-        assert wrap in ("orthogonal", "own hook")
-        return
-    model.eval()
-    got = model(x)
-    handle.remove()
-    reference = nn.Sequential(Normed(q, k, projections[2], heads=4, size=8)).eval()
-    assert_close(got, reference(x), rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("shown", ["batch", "sites", "watched", "own"])
 def test_keys_that_are_their_own_values_are_left_alone_however_sites_are_known(shown):
     torch.manual_seed(0)

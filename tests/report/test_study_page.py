@@ -19,9 +19,8 @@ from qkeel.records import (
     read_json,
     read_lines,
     write_json,
-    write_text,
 )
-from qkeel.report.html import json_script, markup, rounded, thin
+from qkeel.report.html import rounded, thin
 from qkeel.report.study_page import chart_data
 from qkeel.report.study_runs import read_study
 
@@ -107,7 +106,7 @@ def written_without_torch(run, out):
 
 def test_a_study_becomes_one_small_file_that_loads_nothing(tmp_path):
     html = page(make_study(tmp_path / "study", grid()), tmp_path)
-    assert "default-src &#x27;none&#x27;" in html
+    assert "default-src &#39;none&#39;" in html
     assert "Learning-rate study" in html
     assert "Made by qkeel from runs of version 0.1.0." in text_of(html)
     assert (
@@ -215,20 +214,10 @@ def test_every_text_is_escaped(tmp_path):
         {**about, "remedies": [nasty, "none"], "command": nasty, "study": nasty},
     )
     make_run(study / "runs" / "a", Made(remedy=nasty))
-    write_text(
-        make_run(study / "runs" / "b", Made(status="failed")) / "FAILED",
-        f"Traceback {nasty}\n{nasty}",
-    )
+    make_run(study / "runs" / "b", Made(status="failed"))
     html = page(study, tmp_path)
     assert "<script>alert" not in html
     assert nasty in embedded(html)["remedies"]
-    script = json_script("d", {"a": "</script><!--\u2028"})
-    assert (script.count("</script>"), "<!--" in script) == (1, False)
-    assert json.loads(script[script.index(">") + 1 : -9]) == {
-        "a": "</script><!--\u2028"
-    }
-    filled = markup('<p title="{}">{}</p>', '"<', ["<b>", markup("<i>{}</i>", "&")])
-    assert filled == '<p title="&quot;&lt;">&lt;b&gt;<i>&amp;</i></p>'
 
 
 def test_single_runs_make_a_page(tmp_path):
@@ -259,12 +248,10 @@ def test_runs_without_a_result_are_listed(tmp_path):
         *SMALL[2:],
     ]
     text = text_of(page(make_study(tmp_path / "study", runs), tmp_path))
-    assert "the loss is NaN at step 60 <&> stop" in text
-    assert "failed after step 60" in text
-    assert "2 of 8 runs have no result" in text
+    said = "2 of 8 runs have no result and appear in no number: 1 failed and 1 started"
+    assert said in text
     html = page(make_study(tmp_path / "empty", [], absent=SMALL), tmp_path)
-    assert "Nothing to draw yet" in html
-    assert "8 runs missing" in html
+    assert "8 of 8 runs have no result and appear in no number: 8 missing" in html
     assert "report-data" not in html
 
 

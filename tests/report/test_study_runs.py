@@ -20,13 +20,17 @@ def test_the_same_run_twice_counts_once(tmp_path):
 
 
 def test_runs_that_share_remedy_rate_and_seed_are_told_apart(tmp_path):
-    first = make_run(tmp_path / "small", SMALL[0])
-    second = make_run(tmp_path / "large", dataclasses.replace(SMALL[0], heads=8))
-    study = read_study([first, second])
-    assert study.remedies == ["none (n_heads 4)", "none (n_heads 8)"]
-    assert [run.row["remedy"] for run in study.finished if run.row] == study.remedies
+    study = make_study(tmp_path / "study", SMALL)
     again = make_run(tmp_path / "again", SMALL[0])
-    assert read_study([first, again]).remedies == ["none (small)", "none (again)"]
+    read = read_study([study, again])
+    assert {*read.remedies} == {"none (study)", "none", "none (again)", "qk_norm"}
+    assert [run.row["remedy"] for run in read.finished] == [
+        run.remedy for run in read.finished
+    ]
+    # Runs of equal settings in folders of one name keep apart too.
+    other = make_run(tmp_path / "x" / "again", dataclasses.replace(SMALL[0], heads=8))
+    names = {run.remedy for run in read_study([again, other]).runs}
+    assert len(names) == len(read_study([again, other]).runs)
 
 
 def test_the_baseline_comes_first_and_the_order_is_that_of_the_study(

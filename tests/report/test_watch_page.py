@@ -95,7 +95,7 @@ def test_an_alarm_leads_the_page_with_a_red_light_and_one_fix_to_copy(
     assert 'class="lead signal signal-bad"' in header
     assert (
         header.count(
-            "qkeel.apply(model, &quot;qk_clip:threshold=15,steps=matched&quot;, optimizer)"
+            "qkeel.apply(model, &#34;qk_clip:threshold=15,steps=matched&#34;, optimizer)"
         )
         == 1
     )

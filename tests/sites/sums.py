@@ -214,18 +214,3 @@ def gated(m, p):
 
 def capped_part(m, p):
     return 5 * torch.tanh(p["q1"] @ p["k1"].mT / 5) + p["q2"] @ p["k2"].mT
-
-
-# What is not known of each, in the words of the site.
-UNKNOWN = {
-    "gated bias": (
-        gated,
-        "a term added to its scores depends on the input and is not a product",
-    ),
-    "a part capped": (capped_part, "a term of the sum is capped before it is added"),
-}
-
-
-def unknown(name):
-    torch.manual_seed(0)
-    return Sum(UNKNOWN[name][0], "q1", "k1", "q2", "k2")

@@ -128,8 +128,8 @@ def test_what_a_cache_holds_is_not_copied_once_more_for_each_layer_that_comes_be
         model = Stack(n)
         apply(model, remedy, torch.optim.AdamW(model.parameters()), batch=x())
         copies.append(Store.copies)
-    # Each layer like the first is run with what the first was called with.
-    assert copies[1] == copies[0]
+    # Each layer like the first is run with the copies of what the first was called with.
+    assert copies[1] == copies[0] > 0
 
 
 # A permutation of each cycle type, and a second pair.

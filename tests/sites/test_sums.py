@@ -1,7 +1,5 @@
 """A logit that is a sum of products is known by all of them, or the site says which part is not known."""
 
-import re
-
 import pytest
 import torch
 from tests.attention import from_heads, to_heads
@@ -11,7 +9,7 @@ from torch.testing import assert_close
 from qkeel import find_sites
 from qkeel.sites import Tap
 
-from .sums import SUMS, UNKNOWN, H, T, batch, made, unknown
+from .sums import SUMS, H, Sum, T, batch, capped_part, gated, made
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -41,21 +39,24 @@ def test_every_product_is_a_term_and_statistics_are_those_of_the_sum(name):
         assert stats.n_products.tolist() == [0] * H
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
-@torch.no_grad()
-def test_a_part_that_is_not_known_is_named_and_statistics_are_right_all_the_same(
-    name,
-):
-    model = unknown(name)
+def test_a_bias_that_depends_on_the_input_is_not_confirmed_and_statistics_are_right():
+    torch.manual_seed(0)
+    model = Sum(gated, "q1", "k1")
     (site,) = find_sites(model, batch())
-    assert site.terms == ()
-    assert re.search(UNKNOWN[name][1], site.why), site.why
-    assert site.n_heads == H
-    with Tap(model) as tap:
+    assert not site.verified
+    assert "part of them comes from other weights" in site.unverified
+    with torch.no_grad(), Tap(model) as tap:
         tap.sites = [site]
         model(batch())
         (stats,) = tap.read().values()
     assert_close(stats.max_logit.double(), model.z.double().amax((0, 2, 3)))
+
+
+def test_a_sum_of_which_a_part_is_capped_is_missed():
+    model = nn.Sequential(Sum(capped_part, "q1", "k1", "q2", "k2"), made("two"))
+    sites = find_sites(model, batch())
+    assert [site.name for site in sites] == ["1"]
+    assert [missed.module for missed in sites.missed] == ["0"]
 
 
 def test_a_table_that_is_read_outside_the_module_is_a_term():

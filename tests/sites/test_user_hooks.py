@@ -404,19 +404,3 @@ def test_what_a_hook_before_the_model_records_is_no_attention_of_the_model(hooke
     assert said == []
     for name, numbers in sample.heads.items():
         assert numbers.tolist() == expected.heads[name].tolist(), name
-
-
-@pytest.mark.parametrize("place", ["", "0"])
-@pytest.mark.parametrize("before", [True, False])
-def test_attention_in_a_hook_that_changes_values_is_told_once(place, before):
-    def hooked(model):
-        module = model.get_submodule(place)
-        if before:
-            module.register_forward_pre_hook(
-                lambda m, args: (args[0] + _probe(args[0]),)
-            )
-        else:
-            module.register_forward_hook(lambda m, args, out: out + _probe(out))
-
-    _, _, said = _watched(hooked)
-    assert len([x for x in said if "attention in a forward hook" in x]) == 1

@@ -33,7 +33,7 @@ from qkeel.spec import (
     SquaredReLU,
     preset,
 )
-from qkeel.spec.call import Visibility, make_call, with_query_mask
+from qkeel.spec.call import make_call, with_query_mask
 
 few = settings(max_examples=25, derandomize=True, deadline=None)
 NORMALIZERS = (Sink(), Sigmoid(bias=-1.0, learned=True), SquaredReLU(), Softpick())
@@ -169,7 +169,7 @@ def test_equal_positions_are_one_tensor():
         call = make_call(AttentionSpec(), *draw(), **options)
         assert (call.pos_q is call.pos_k) == shared
         assert (call.pos_q - call.pos_k).unique().tolist() == [int(not shared)]
-    assert Visibility().call(AttentionSpec(), *draw()).causal
+    assert make_call(AttentionSpec(), *draw()).causal
 
 
 # Blocks: what kernels rely on

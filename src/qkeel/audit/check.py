@@ -19,7 +19,7 @@ from qkeel.audit.output_gates import GateMode, shut_gates
 from qkeel.audit.saturation import least_gradient, saturation_line
 from qkeel.audit.scan import Scan, ScanProgress, outlier_heads, scan
 from qkeel.audit.sees import check_sees
-from qkeel.audit.visibility import PackedTokens, SeenKeys, findings, read_visibility
+from qkeel.audit.visibility import PackedTokens, SeenKeys, findings, seen_keys
 from qkeel.capture.calls import Seen
 from qkeel.capture.example import arguments, copied, undisturbed
 from qkeel.deprecation import accepts_earlier_calls
@@ -55,11 +55,11 @@ def check(
     Attention is not healthy if a logit is NaN or infinite, or more than `threshold` over the mean of its row as it
     enters the softmax (after a cap and without biases, so that no constant matters), if a layer's mean attention
     entropy is below 0.05 nats, if most heads of a layer are saturated or their output gates shut, or if queries give
-    weight to what they should not see: later keys in a causal model, other documents of a packed batch, padding, pairs
-    that a mask hides. A model is judged by two forward passes on the batch, after those of `find_sites`, or by three if a
-    layer is saturated; it is left unchanged. A run is judged by all its records, and by its largest logit if these have
-    no `logit_spread`. A checkpoint is judged by its weights alone, which give only an upper bound on the logits; a bound
-    above the threshold is therefore "not known", not "not healthy".
+    weight to what they should not see: later keys in a causal model, other documents of a packed batch, padding,
+    pairs that a mask hides. A model is judged by two forward passes on the batch, after those of `find_sites`; it is
+    left unchanged. A run is judged by all its records, and by its largest logit if these have no `logit_spread`. A
+    checkpoint is judged by its weights alone, which give only an upper bound on the logits; a bound above the
+    threshold is therefore "not known", not "not healthy".
 
     A head is saturated if its softmax passes back less than a fiftieth of what uniform attention on the same keys would
     (`softmax_gradient`), or less than a quarter where the scale is four times 1/√head_dim or more. Heads that attend to
@@ -188,14 +188,18 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
         broken=broken,
         threshold=threshold,
     )
-    layers = read_visibility(inner, batch, sites)
+    calls = captured_calls(inner, batch, sites)
     tokens = PackedTokens.of(inner, args, kwargs)
+    layers = {
+        name: seen_keys(site_label(name, type(inner).__name__), of_site, tokens)
+        for name, of_site in calls.items()
+    }
     unexpected = findings(inner, tokens, layers.values(), finite=is_finite)
     unexpected += call_differences(inner, layers, sites)
     unexpected += shut_gates(
         {site_label(name, type(inner).__name__): x for name, x in gates.gates.items()}
     )
-    unexpected += _saturation(inner, batch, statistics, layers, sites)
+    unexpected += _saturation(statistics, layers, calls, sites)
     # What is seen and should not be outweighs any number: a leak is wrong at every size of logits.
     if unexpected:
         status = Status.NOT_HEALTHY
@@ -238,10 +242,9 @@ class _GateVisitor(Visitor):
 
 
 def _saturation(
-    model: nn.Module,
-    batch: object,
     statistics: Mapping[str, LogitStats],
     layers: Mapping[str, SeenKeys],
+    calls: Mapping[str, Sequence[Seen]],
     sites: Sites,
 ) -> list[str]:
     """Says which layers have most of their heads saturated, with the line to act; a single head is common, and
@@ -264,8 +267,7 @@ def _saturation(
     site = next((site for site in sites if site.name == name), None)
     gradients = stats.softmax_gradient
     line, factor = saturation_line(site, layer.scale, float(stats.logit_spread.max()))
-    effect, calls = "", captured_calls(model, batch, sites)[name]
-    sample = LogitSample.of(calls[0])
+    effect, sample = "", LogitSample.of(calls[name][0])
     if sample is not None and math.isfinite(factor):
         head = int(stats.logit_spread.argmax())
         effect = sample.effect(head, factor=factor)

@@ -148,7 +148,6 @@ def read_geometry(config: ConfigMapping, tensor: str, flags: Geometry) -> Geomet
         model_type=entries.get("model_type", config.get("model_type")),
         normed=any(entries.get(key) is True for key in NORMED),
         norm_after=any(entries.get(key) is True for key in ("swin_norm", "norm_after")),
-        layout=_layout(entries),
     )
     overrides = {
         field.name: value
@@ -171,14 +170,6 @@ def _unet(config: ConfigMapping, tensor: str) -> ConfigMapping:
         order = heads[::-1] if stage is not None and stage[1] == "up" else heads
         heads = order[min(number, len(heads) - 1)]
     return {"_class_name": config["_class_name"], "num_attention_heads": heads}
-
-
-def _layout(config: ConfigMapping) -> str | None:
-    """Returns the layout of a fused weight where the versions of a model type differ: ChatGLM-6B interleaves q, k and v
-    per head, and its successors have blocks."""
-    if config.get("model_type") != "chatglm":
-        return None
-    return "blocks" if "multi_query_attention" in config else "groups"
 
 
 def section(config: ConfigMapping, tensor: str) -> ConfigMapping:

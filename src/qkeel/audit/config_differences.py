@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -84,7 +83,7 @@ def call_differences(
             head_dim=site.head_dim,
             query=unread,
             key=unread,
-            latent="unknown",
+            layer_type="latent",
             bias=True,
             window=reach if is_windowed and reach < length else None,
             keys=length if is_windowed and reach == length else None,
@@ -103,9 +102,6 @@ def _config_of(model: nn.Module, site: str) -> ConfigMapping:
         to_dict = getattr(config, "to_dict", None)
         if callable(to_dict):
             config = to_dict()
-        if dataclasses.is_dataclass(config) and not isinstance(config, type):
-            names = [field.name for field in dataclasses.fields(config)]
-            config = {name: getattr(config, name, None) for name in names}
         # Keys that nothing here asks for are harmless, so any object with attributes counts.
         values = (
             config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
@@ -169,7 +165,7 @@ def _compared(
         ("num_attention_heads", "attention_heads", recipe.n_heads),
         ("head_dim", "head_dim", recipe.head_dim),
     ):
-        if isinstance(config.get(key), int) and not recipe.latent:
+        if isinstance(config.get(key), int) and recipe.layer_type != "latent":
             agrees = number in _numbers(config, word)
             yield Comparison(key, str(config[key]), f"observed: {number}", agrees)
     bases = [*_numbers(config, "theta"), *_numbers(config, "base_freq")]

@@ -25,13 +25,12 @@ from qkeel.audit.output_gates import gate_text
 from qkeel.audit.recipes import Explanation, NormRecipe, SiteRecipe, compress
 from qkeel.audit.visibility import describe_visible, visible_pairs
 from qkeel.capture.calls import ScoresCall
-from qkeel.capture.example import Arguments, arguments, undisturbed
-from qkeel.errors import InvalidTypeError, RefusedError
+from qkeel.capture.example import arguments, undisturbed
+from qkeel.errors import RefusedError
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.forward import owners, unwrapped
+from qkeel.patching.forward import unwrapped
 from qkeel.sites import AttentionSite
 from qkeel.sites.find import found_sites
-from qkeel.sites.tap import Tap
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import of_key
 
@@ -40,7 +39,7 @@ Letter = Literal["q", "k"]
 _ROWS = 256
 
 
-def explain(model: nn.Module, batch: object = None) -> Explanation:
+def explain(model: nn.Module, batch: object) -> Explanation:
     """Determines from one forward pass what each attention layer of a model does to q, k and their product.
 
     What the projections output is compared with the q and k that arrive at attention: lengths show the norm, angles
@@ -50,8 +49,7 @@ def explain(model: nn.Module, batch: object = None) -> Explanation:
     Args:
         model: any PyTorch model whose attention `find_sites` finds.
         batch: input of a forward pass: a tensor, a tuple of arguments, or a mapping of keyword arguments. Positions
-            require three tokens or more, and details that bfloat16 rounds away require float32. The default is the
-            last training batch, if `qkeel.watch` has watched the model during training.
+            require three tokens or more, and details that bfloat16 rounds away require float32.
 
     Returns:
         An Explanation, which can be printed; its fields include `sites` and `differences` (contradictions to
@@ -67,7 +65,7 @@ def explain(model: nn.Module, batch: object = None) -> Explanation:
         heads     2 heads of 8
     """
     model = unwrapped(model)
-    args, kwargs = _last_batch(model) if batch is None else arguments(batch, "batch")
+    args, kwargs = arguments(batch, "batch")
     # Two passes, to find the sites and to look at them: what the model stores in them is put back.
     with undisturbed(model):
         sites, _ = found_sites(model, args, kwargs)
@@ -85,17 +83,6 @@ def explain(model: nn.Module, batch: object = None) -> Explanation:
         sites=tuple(recipes),
         differences=differences(compared, recipes),
         compared=tuple((*x[:3], compress(names)) for x, names in compared.items()),
-    )
-
-
-def _last_batch(model: nn.Module) -> Arguments:
-    """Returns the arguments of a watched model's last training pass."""
-    for tap in owners(model):
-        if isinstance(tap, Tap) and tap.latest is not None:
-            return tuple(tap.latest.args), dict(tap.latest.kwargs)
-    raise InvalidTypeError(
-        "expected a batch that the model accepts: qkeel.explain(model, batch). The batch may be left out "
-        "only for a model that qkeel.watch has watched during training"
     )
 
 
@@ -207,9 +194,7 @@ class SiteEvidence:
             query=norms[0],
             key=norms[1],
             rotation=turns[0] or turns[1],
-            latent=self._latent(),
             scale=scale,
-            scale_parameter=self._parameter_of(torch.tensor(scale).double()),
             sinks=self._sinks(),
             gate=gate_text(self.trace.gates.get(site.name)),
             bias=is_biased,
@@ -289,52 +274,24 @@ class SiteEvidence:
         if self.site.key_heads is not None:
             of_queries = k[:, [*self.site.key_heads]]
         products = q @ of_queries.mT
-        scores = [call.logits.detach() for call in self.calls]  # type: ignore[union-attr]
-        logits = torch.cat([x[:2, :, -_ROWS:].double().cpu() for x in scores], 1)
+        unbiased = [
+            call.logits if call.bias is None else call.logits - call.bias
+            for call in self.calls
+            if isinstance(call, ScoresCall)
+        ]
+        logits = torch.cat(
+            [x.detach()[:2, :, -_ROWS:].double().cpu() for x in unbiased], 1
+        )
         pairs = pairs[:2, :, -_ROWS:].expand(products.shape)
-        tolerance = max(1e-3, 30 * self.rounding)
-        scale = _slope(products, logits, pairs, tolerance)
-        if scale or len(q) == 1:
-            return scale, False
-        # What is added to the scores is the same in both samples.
-        products, logits = (x[:1] - x[1:2] for x in (products, logits))
-        scale = _slope(products, logits, pairs[:1] & pairs[1:2], tolerance)
-        return scale, bool(scale)
-
-    def _parameter_of(self, numbers: Tensor) -> str:
-        """Returns the name of the parameter near the site that holds these numbers [h] or their logarithms, or ""."""
-        for name, p in self.trace.scopes[self.site.name][1].named_parameters():
-            if len(numbers) and p.numel() in (1, len(numbers)) and not p.is_meta:
-                values = p.detach().double().cpu().flatten().expand_as(numbers)
-                # Swin V2 stores the logarithm of its scale.
-                if any(
-                    torch.allclose(x, numbers, rtol=1e-3, atol=1e-6)
-                    for x in (values, values.exp())
-                ):
-                    return name
-        return ""
+        scale = _slope(products, logits, pairs, max(1e-3, 30 * self.rounding))
+        return scale, bool(scale) and any(call.is_biased for call in self.calls)
 
     def _sinks(self) -> str:
         """Describes columns of the softmax that are not keys."""
         call = self.calls[0]
         if not isinstance(call, ScoresCall) or call.sink is None:
             return ""
-        name = self._parameter_of(call.sink[0, :, 0].detach().double().cpu())
-        return f"1 sink logit per head in the softmax{f' ({name})' if name else ''}"
-
-    def _latent(self) -> str:
-        """Describes MLA: which dimensions of a key come from which weight."""
-        # The parts of MLA's key make up a head; low-rank adapters add a term as wide as the head.
-        widths = [term.key[-1].index.shape[1] for term in self.site.terms]
-        if len(widths) < 2 or sum(widths) != self.site.head_dim:
-            return ""
-        parts = []
-        for term in self.site.terms:
-            key = term.key[-1]
-            weight = key.parameter.removesuffix(".weight").rpartition(".")[2]
-            shared = ", one key for all heads" if key.n == 1 < self.site.n_heads else ""
-            parts.append(f"{key.index.shape[1]} from {weight}{shared}")
-        return f"MLA-like, q·k = {' + '.join(parts)}"
+        return "1 sink logit per head in the softmax"
 
 
 def _slope(

@@ -23,6 +23,10 @@ from qkeel.functional.bounds import gram_interaction_norms, gram_spectral_norm
 
 Load = Callable[[str], Tensor | None]
 
+# Over what float32 may round off: sums of thousands of squares and eigenvalues of hundreds of rows came out too small by
+# at most 1e-6.
+SINGLE_MARGIN = 1 + 1e-4
+
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +97,19 @@ def measure(
     """Returns the report of a site from its Gram matrices; `load` reads a small tensor (gain, bias) by name."""
     heads, sides = plan.n_heads, (*plan.queries, *plan.keys)
     finite = torch.ones(heads, dtype=torch.bool)
+    # Of 16-bit weights the matrices are float32, in which eigenvalues take half the time. The bound of latent attention
+    # is a norm of the product of the matrices, which may be far smaller than they are.
+    is_single = plan.queries[0].rope is None and all(
+        products.dtype == torch.float32 for products in gram.values()
+    )
+    dtype, margin = (torch.float32, SINGLE_MARGIN) if is_single else (torch.float64, 1)
     wide, frobenius, spectral = {}, {}, {}
     for weight_slice in plan.slices():
         # A head that is not finite must not hide the others, so it is left out and marked in the end.
         is_finite = gram[weight_slice].isfinite().flatten(1).all(1)
-        products = torch.where(is_finite[:, None, None], gram[weight_slice], 0).double()
+        products = torch.where(is_finite[:, None, None], gram[weight_slice], 0).to(
+            dtype
+        )
         traces = products.diagonal(dim1=1, dim2=2).sum(1).clamp_min(0)
         # Query heads that use one key head.
         share = heads // len(weight_slice.starts)
@@ -110,8 +122,8 @@ def measure(
             values.repeat_interleave(share, 0)
             for values in (
                 products,
-                gram_spectral_norm(products),
-                traces.sqrt(),
+                gram_spectral_norm(products).double(),
+                traces.double().sqrt(),
                 is_finite,
             )
         )
@@ -121,7 +133,7 @@ def measure(
         for query in plan.queries
         for key in plan.keys
     ]
-    interaction = torch.stack([spectral_norm for _, spectral_norm in pairs]).amax(0)
+    interaction = torch.stack([norm for _, norm in pairs]).amax(0).double()
     lengths = _Lengths(plan, spectral, load, geometry)
     logit_bound, gain_bound, note = lengths.bounds(interaction)
     scale = geometry.scale_of(plan.head_dim)
@@ -160,7 +172,7 @@ def measure(
             torch.stack([norm for norm, _ in pairs]).amax(0)
         ),
         interaction_spectral=per_head(interaction),
-        logit_bound=per_head(rotated * logit_bound),
+        logit_bound=per_head(rotated * logit_bound * margin),
         gain_bound=per_head(rotated * gain_bound),
         notes=tuple(filter(None, notes)),
         assumed=tuple(assumed),

@@ -41,12 +41,11 @@ class _Attention:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Output:
-    """The output of attention on its way, times a constant, and the calls that moved it."""
+    """The output of attention on its way, and the calls that moved it; constant factors are left out."""
 
     x: Tensor
     attention: _Attention
     moves: tuple[Callable[[Tensor], Tensor], ...] = ()
-    factor: float = 1.0
 
     def heads(self) -> Tensor:
         """The head of each number."""
@@ -151,10 +150,7 @@ class GateMode(ReadingMode):
                 self._meet(tag, gate.detach(), output.shape)
             elif isinstance(y, (int, float)):
                 if tag is not None:
-                    factor = tag.factor * y
-                    self._outputs[id(output)] = dataclasses.replace(
-                        tag, x=output, factor=factor
-                    )
+                    self._outputs[id(output)] = dataclasses.replace(tag, x=output)
                 if id(x) in self._sigmoids:
                     self._sigmoids[id(output)] = output
 
@@ -166,7 +162,7 @@ class GateMode(ReadingMode):
             # A view that the strides of this tensor do not allow.
             return
         n_heads = attention.output.shape[1]
-        attention.gate = _means(gate, heads, n_heads, shape) * tag.factor
+        attention.gate = _means(gate, heads, n_heads, shape)
         if attention.site is not None:
             self.gates.setdefault(attention.site, attention.gate)
 
@@ -188,19 +184,16 @@ def _means(gate: Tensor, heads: Tensor, n_heads: int, shape: torch.Size) -> Tens
 
 
 def gate_text(means: Tensor | None) -> str:
-    """Says how far the gates of a layer's heads are open.
+    """Says how far the gates of a layer's heads are open; "" where there are none.
 
     >>> gate_text(torch.tensor([0.5, 0.001]))
-    'output times a sigmoid, in the mean 0.5, 0.001 by head: 1 of 2 heads is shut (under 0.05)'
+    'output times a sigmoid, in the mean 0.5, 0.001 by head (under 0.05: shut)'
     """
     if means is None:
         return ""
-    n = int((means < SHUT).sum())
     numbers = ", ".join(f"{x:.3g}" for x in means.tolist())
-    shut = f"{n} of {len(means)} heads {'is' if n == 1 else 'are'} shut (under {SHUT})"
-    return f"output times a sigmoid, in the mean {numbers} by head" + (
-        f": {shut}" if n else ""
-    )
+    shut = f" (under {SHUT}: shut)" if bool((means < SHUT).any()) else ""
+    return f"output times a sigmoid, in the mean {numbers} by head{shut}"
 
 
 def shut_gates(gates: Mapping[str, Tensor]) -> list[str]:

@@ -107,12 +107,9 @@ class SiteRecipe:
     query: NormRecipe  #: the norm of q
     key: NormRecipe  #: the norm of k
     rotation: Rotation | None = None  #: rotation by position; None if there is none
-    latent: str = ""  #: latents behind q and k (MLA); "" if there are none
     #: key head of each query head; None: consecutive blocks
     key_heads: tuple[int, ...] | None = None
     scale: tuple[float, ...] = ()
-    #: name of the learned scale's parameter; "" if there is none
-    scale_parameter: str = ""
     #: cap c of c·tanh(z/c), in nats; None if there is no cap
     softcap: float | None = None
     sinks: str = ""  #: softmax columns beyond the keys; "" if there are none
@@ -147,7 +144,6 @@ class SiteRecipe:
             if self.key_heads is not None:
                 use = f"used by the query heads as {self.key_heads}"
             heads += f", {self.n_kv_heads} of keys, {use}"
-        heads += f"; {self.latent}" if self.latent else ""
         rows = [("heads", heads)]
         query, key = (
             dataclasses.replace(side, parameters=()) for side in (self.query, self.key)
@@ -176,14 +172,13 @@ class SiteRecipe:
 
     def _logit(self) -> str:
         logit = f"z = {scale_text(self.scale, self.head_dim)}"
-        logit += f" (learned: {self.scale_parameter})" if self.scale_parameter else ""
         logit += f" · q·k{' + a bias' if self.bias else ''}"
         if self.scale and abs(self.query.factor * self.key.factor - 1) > 1e-3:
             total = scale_text((self.total_scale,), self.head_dim)
             logit += f" ({total} in total, with the factors on q and k)"
         usual = self.total_scale * math.sqrt(self.head_dim)
         is_normed = self.query.kind != "none" or self.key.kind != "none"
-        if abs(usual - 1) > 2e-3 and not is_normed and not self.scale_parameter:
+        if abs(usual - 1) > 2e-3 and not is_normed:
             logit += f", {usual:.4g} times the usual 1/√{self.head_dim}"
         if self.softcap is not None:
             logit += f", capped: {self.softcap:g} tanh(z / {self.softcap:g})"

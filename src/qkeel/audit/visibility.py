@@ -23,7 +23,6 @@ from qkeel.capture.example import arguments, tensors
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.find import site_label
-from qkeel.sites.site import Sites
 from qkeel.sites.softmax_weights import blocks_of_weights, captured_calls
 
 # Of a row on keys it should not see, under which nothing is said.
@@ -69,15 +68,13 @@ class SeenKeys:
 def read_visibility(
     model: nn.Module,
     batch: object,
-    sites: Sites | None = None,
-    *,
-    forbidden: Bool[Tensor, "b t s"] | None = None,
+    forbidden: Bool[Tensor, "b t s"],
 ) -> dict[str, SeenKeys]:
     """Returns what the queries of each layer see on a batch, computed block by block from one pass.
 
     forbidden: pairs of a query and a key that are weighed besides.
     """
-    calls = captured_calls(model, batch, sites)
+    calls = captured_calls(model, batch)
     tokens = PackedTokens.of(model, *arguments(batch, "batch"))
     name = type(unwrapped(model)).__name__
     return {

@@ -290,27 +290,23 @@ def _lead(
         return ["b"] * n, (), True
     if n == 1:
         # Heads and batch in one dimension.
-        size = lead[0]
-        heads = [h for h in sorted(hints, reverse=True) if batch and size == h * batch]
-        if heads:
-            return ["bh"], (heads[0],), True
-        if batch and size > batch and size % batch == 0:
-            return ["bh"], (size // batch,), False
+        heads, remainder = divmod(lead[0], batch or lead[0])
+        if heads > 1 and not remainder:
+            return ["bh"], (heads,), heads in hints
         # Scores have one matrix for each query head, of which there are never fewer than key heads: so the largest.
-        return ["bh"], (max((h for h in hints if size % h == 0), default=size),), False
+        stated = [h for h in hints if lead[0] % h == 0]
+        return ["bh"], (max(stated, default=lead[0]),), False
     # Grouped queries are often kept as [b g h/g t s]: key heads, and the query heads of each.
     if n > 2 and lead[1] * lead[2] in hints:
         return ["b", "h", "h", *"b" * (n - 3)], (lead[1], lead[2]), True
     # Where several dimensions could be the heads, the second is it far more often than the first: [b h t s].
     order = (1, 0) if n == 2 else (1, 2, 0)
     stated = [i for i in order if lead[i] in hints and (i or lead[0] != batch)]
-    if not stated and n > 2:
-        return ["b", "h", "h", *"b" * (n - 3)], (lead[1], lead[2]), False
     if stated:
         place, is_certain = stated[0], lead.count(lead[stated[0]]) == 1
     else:
         place = 0 if lead[1] == batch != lead[0] else 1
-        is_certain = batch in lead and lead[0] != lead[1]
+        is_certain = n == 2 and batch in lead and lead[0] != lead[1]
     letters = ["h" if i == place else "b" for i in range(n)]
     return letters, (lead[place],), is_certain or (n == 2 and 1 in lead)
 
@@ -468,13 +464,13 @@ class ScoresCall:
     Without a cap, both are the same tensor. `mask` [b|1 h|1 t|1 s] is True where a query may see a key; None if it sees
     all. q [b h t d] and k [b g s d] are the factors that were multiplied, or None if unknown; norms, angles and weights
     are computed from them, but the logits never are. Both are None for a logit that is a sum of products. `layout` is
-    the layout of the scores in the module. In a probe, `products` holds q and k of every product in the sum, and `lost`
-    says what else the sum contains. `query_mask` [b t] is False for query rows that are left out of the statistics;
-    `classes` splits the statistics. If `gathered` is True, the keys were picked for each query, so a column does not
-    belong to a single key and the first key of a row is unknown; sink_share is then NaN. `sink` is the logsumexp of the
-    attached columns that are not keys, if there are any. `params` are the parameters of the spec's normalizer where
-    qkeel computes the weights, which gives hidden pairs none; None where the model computes its own softmax. `bias` is
-    what was added to the products before the cap, as far as it hides nothing.
+    the layout of the scores in the module. In a probe, `products` holds q and k of every product in the sum.
+    `query_mask` [b t] is False for query rows that are left out of the statistics; `classes` splits the statistics. If
+    `gathered` is True, the keys were picked for each query, so a column does not belong to a single key and the first
+    key of a row is unknown; sink_share is then NaN. `sink` is the logsumexp of the attached columns that are not keys,
+    if there are any. `params` are the parameters of the spec's normalizer where qkeel computes the weights, which gives
+    hidden pairs none; None where the model computes its own softmax. `bias` is what was added to the products before the
+    cap, as far as it hides nothing.
     """
 
     spec: AttentionSpec
@@ -484,7 +480,6 @@ class ScoresCall:
     q: Float[Tensor, "b h t d"] | None
     k: Float[Tensor, "b g s d"] | None
     products: tuple[tuple[Tensor | None, Tensor | None], ...] = ()
-    lost: tuple[str, ...] = ()
     layout: HeadLayout | None = None
     query_mask: Bool[Tensor, "b t"] | None = None
     classes: TokenClasses | None = None

@@ -43,7 +43,14 @@ class ObjectContents:
         small: list[Tensor] = []
         room = _MOST_NUMBERS
         for x in reachable(values, owns):
-            if isinstance(x, Tensor):
+            kind = kind_of(type(x))
+            if type(x) in CONTAINERS:
+                self._contents.append((x, copy.copy(x)))
+            elif kind is Kind.ATTRIBUTES:
+                attributes = getattr(x, "__dict__", None)
+                if isinstance(attributes, dict) and owns(x):
+                    self._contents.append((attributes, dict(attributes)))
+            elif isinstance(x, Tensor):
                 if tensors and _is_plain(x) and x.numel() <= room:
                     small.append(x)
                     room -= x.numel()
@@ -51,14 +58,8 @@ class ObjectContents:
                 if tensors and x.dtype != object and x.size <= room:
                     self._restores.append(functools.partial(np.copyto, x, x.copy()))
                     room -= x.size
-            elif kind_of(type(x)) is Kind.LEAF:
+            elif kind is Kind.LEAF:
                 self._restores.append(_stream(x))
-            elif type(x) in CONTAINERS:
-                self._contents.append((x, copy.copy(x)))
-            elif kind_of(type(x)) is Kind.ATTRIBUTES:
-                attributes = getattr(x, "__dict__", None)
-                if isinstance(attributes, dict) and owns(x):
-                    self._contents.append((attributes, dict(attributes)))
         self._restore_values = keep_values(small)
 
     def is_unchanged(self) -> bool:

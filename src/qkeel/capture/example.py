@@ -10,7 +10,6 @@ import functools
 import types
 from collections.abc import (
     Callable,
-    Collection,
     Iterator,
     Mapping,
     Sequence,
@@ -34,6 +33,7 @@ from qkeel.patching.guards import Guarded, in_this_thread, unguarded
 from qkeel.patching.held_objects import reachable
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import (
+    MODULE_ATTRIBUTES,
     TABLES,
     Around,
     attributes_of,
@@ -405,17 +405,15 @@ def restored(
     modules: False leaves the buffers and attributes, for a copy that is not used again."""
     parameters = parameters_in(tree)
     streams = RandomStreams(parameters)
-    # Those that every module has, such as hooks and parameters, which sharded models exchange in a pass.
-    torchs_own = vars(nn.Module()).keys()
     with ExitStack() as undo:
         kept = [streams.restore]
         for module in tree if modules else ():
-            kept += _state_of(module, torchs_own)
+            kept += _state_of(module)
         attributes = [
             value
             for module in tree
             for name, value in vars(module).items()
-            if name not in torchs_own
+            if name not in MODULE_ATTRIBUTES
         ]
         kinds = {type(module) for module in tree if not is_of_library(type(module))}
         # Not those of objects of libraries: a trainer that a model refers to has threads of its own.
@@ -459,16 +457,14 @@ def _keep_class_attributes(kind: type) -> Callable[[], None]:
     return restore
 
 
-def _state_of(
-    module: nn.Module, torchs_own: Collection[str]
-) -> Iterator[Callable[[], None]]:
+def _state_of(module: nn.Module) -> Iterator[Callable[[], None]]:
     """Yields functions that restore a module's tensors, and its attributes and hooks."""
     # Attributes of scripted modules lie in C++, where vars() does not reach.
     if isinstance(module, torch.jit.ScriptModule):
         yield keep_values(module.buffers(recurse=False))
         return
     before, buffers = dict(vars(module)), dict(buffers_of(module))
-    own = [value for name, value in before.items() if name not in torchs_own]
+    own = [value for name, value in before.items() if name not in MODULE_ATTRIBUTES]
     held = [x for x in (*own, *buffers.values()) if isinstance(x, Tensor)]
     if held:
         yield keep_values(held)

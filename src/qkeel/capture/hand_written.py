@@ -63,13 +63,7 @@ from qkeel.capture.tags import (
     WaitingCall,
     Weights,
 )
-from qkeel.patching.autograd import (
-    base_of,
-    is_wrapper,
-    nodes_of,
-    saved_factor,
-    variable_of,
-)
+from qkeel.patching.autograd import base_of, variable_of
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.spec.logits import Normalizer
 
@@ -112,7 +106,6 @@ _PASSES = ELEMENTWISE | VIEWS | _MASKS | JOINS | _SUMS.keys()
 
 _FOREIGN = "values of several positions are weighted by a softmax of scores that are no products of queries and keys"
 _OVER_QUERIES = "its softmax runs over the queries, so the weights that a query gives to its keys do not sum to one"
-_DEPENDS = "a term added to its scores depends on the input and is not a product"
 
 
 class EagerAttentionTracer:
@@ -225,7 +218,11 @@ class EagerAttentionTracer:
         )
         other_tag = self.tags.get(added)
         if isinstance(other_tag, Scores):
-            tag = _sum(other_tag, tag, float(step.kwargs.get("beta", 1.0)), step)
+            total = _sum(other_tag, tag, float(step.kwargs.get("beta", 1.0)), step)
+            if total is None:
+                self._tag_lost(step, other_tag, step.out)
+                return
+            tag = total
         elif added is not None:
             tag = self._with_term(step, tag, added, step.kwargs.get("beta", 1.0))
         self.tags.put(step.out, tag)
@@ -336,9 +333,6 @@ class EagerAttentionTracer:
         # A softmax does not change if one number is added to all its logits.
         if not isinstance(term, Tensor) or term.numel() == 1:
             return tag
-        is_traced = self._lists_missed and not tag.only_tables
-        if is_traced and depends_on_input(term, tag, step.out):
-            tag = dataclasses.replace(tag, lost=(*tag.lost, _DEPENDS))
         added = term.detach() if sign == 1 else sign * term.detach()
         low = hides(added)
         is_mask, is_bias = torch.stack(
@@ -349,7 +343,7 @@ class EagerAttentionTracer:
             tag = dataclasses.replace(tag, bias=bias)
         return tag.hiding(low, step.out) if is_mask else tag
 
-    def _masked(self, step: Step, tag: Scores, x: Tensor) -> Scores:
+    def _masked(self, step: Step, tag: Scores, x: Tensor) -> Scores | None:
         """The tag of scores after masked_fill or where. `where` of two tensors of scores is a sum, of which each has a
         part of the pairs."""
         out = step.out
@@ -369,9 +363,9 @@ class EagerAttentionTracer:
                 dataclasses.replace(y, hidden=None, bias=None) for y in (tag, other_tag)
             )
             total = _sum(shown, other, 1.0, step)
-            if tag.hidden is not None:
+            if total is not None and tag.hidden is not None:
                 total = total.hiding(tag.hidden & ~replaced, out)
-            if other_tag.hidden is not None:
+            if total is not None and other_tag.hidden is not None:
                 total = total.hiding(other_tag.hidden & replaced, out)
             return total
         if isinstance(operand, Tensor) and operand.numel() > 1:
@@ -394,7 +388,6 @@ class EagerAttentionTracer:
         return dataclasses.replace(
             scores[0],
             products=products,
-            lost=tuple(dict.fromkeys(reason for tag in scores for reason in tag.lost)),
             hidden=_joined_beside(parts, tags, "hidden", torch.bool),
             bias=_joined_beside(parts, tags, "bias", parts[at[0]].dtype),
             keys=(ends[at[0]], ends[at[-1] + 1]),
@@ -678,11 +671,10 @@ def products_of(tag: Scores | Lost) -> set[tuple[int, int]]:
     }
 
 
-def _sum(first: Scores, second: Scores, factor: float, step: Step) -> Scores:
-    """The tag of the sum of `factor` times one tensor of scores and another."""
-    lost = list(dict.fromkeys((*first.lost, *second.lost)))
+def _sum(first: Scores, second: Scores, factor: float, step: Step) -> Scores | None:
+    """The tag of the sum of `factor` times one tensor of scores and another; None if one of them is capped before."""
     if first.cap is not None or second.cap is not None:
-        lost.append("a term of the sum is capped before it is added")
+        return None
     frames = [tag.frame.shared_with(step.frame) for tag in (first, second)]
     total = Scores(
         products=tuple(
@@ -691,7 +683,6 @@ def _sum(first: Scores, second: Scores, factor: float, step: Step) -> Scores:
         ),
         frame=max(frames, key=lambda frame: len(frame.line())),
         scale=first.scale * factor,
-        lost=tuple(lost),
         keys=first.keys or second.keys,
     )
     for tag in (first, second):
@@ -735,52 +726,6 @@ def _viewed(step: Step, tag: Scores, x: Tensor) -> Scores | None:
         unshifted=view(tag.unshifted),
         keys=keys,
     )
-
-
-def depends_on_input(x: Tensor, tag: Scores, out: Tensor) -> bool:
-    """True if a term added to scores depends on the same activations as the scores do, as far as the graph shows.
-
-    A bias or a mask does not. If the module's input has no graph, a tensor is taken to depend on it if the parameters
-    that produced the factors also produced the tensor, if a product with it did, or if its values differ between
-    sequences. If the term was added
-    in place to what is now `out`, only the graph is used.
-    """
-    node = x.grad_fn
-    if x is out and node is not None:
-        node = node.next_functions[0][0]
-    if node is None:
-        return False
-    factors = [
-        y.grad_fn
-        for product in tag.products
-        for y in product.factors
-        if y.grad_fn is not None
-    ]
-    for frame in tag.frame.line():
-        inputs = reached(factors, nodes_of(frame.inputs))
-        if inputs:
-            return bool(reached([node], inputs))
-    if reached([node], _met(factors, lambda above: not above.next_functions)):
-        return True
-    inputs = {
-        y.untyped_storage().data_ptr()
-        for frame in tag.frame.line()
-        for y in frame.inputs
-        if y.is_floating_point() and not is_wrapper(y)
-    }
-
-    def reads_input(above: Node) -> bool:
-        factor = saved_factor(above)
-        if factor is None or is_wrapper(factor):
-            return False
-        return factor.untyped_storage().data_ptr() in inputs
-
-    # A projection of an input without a graph keeps the input itself.
-    if _met([node], reads_input):
-        return True
-    values = x.detach()
-    by_sequence = x is not out and x.ndim == out.ndim and 1 < len(x) == tag.frame.batch
-    return by_sequence and not torch.equal(values, values[:1].expand_as(values))
 
 
 def reached(starts: Sequence[Node], stops: Set[Node]) -> set[Node]:

@@ -59,11 +59,7 @@ from qkeel.capture.score_calls import (
     scores_call,
 )
 from qkeel.capture.tags import Lost, Scores
-from qkeel.capture.user_hooks import (
-    changing_code,
-    hide_recording_hooks,
-    recording_code,
-)
+from qkeel.capture.user_hooks import hide_recording_hooks, recording_code
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows
 from qkeel.nn import functional_attention
@@ -225,10 +221,8 @@ class CaptureMode(CallObserver):
         self.measure: Callable[[str, PlainCall | None, Tensor | None], bool] | None = (
             None
         )
-        # The code of the user's hooks on the model that record, and, where sites are looked for, of hooks that change
-        # values.
+        # The code of the user's hooks on the model that record.
         self._recording: frozenset[CodeType] = frozenset()
-        self._changing: dict[CodeType, nn.Module] = {}
         # The calls of the modules in `only_in`.
         self.called_in: list[ModuleCall] = []
         self.unread: list[UnrecognizedAttention] = []
@@ -325,11 +319,8 @@ class CaptureMode(CallObserver):
             self.stack.ended = self._module_ended
         around.enter_context(observed_by(self, exchanges=most >= Watch.EXCHANGED))
         model = self.stack.root.module
-        if modules is None or self._search is not None:
-            tree = modules_of(model).values()
-            modules = tree if modules is None else modules
-            if self._search is not None:
-                self._changing = changing_code(tree)
+        if modules is None:
+            modules = modules_of(model).values()
         self._recording = recording_code(model)
         hide_recording_hooks(modules, around)
         if self._only_in is None:
@@ -622,8 +613,6 @@ class CaptureMode(CallObserver):
             rows=rows,
             by_name=self.by_name,
         )
-        if self._changing:
-            self._tell_of_hook(captured.name)
         self._report(captured)
         return captured.name
 
@@ -672,17 +661,6 @@ class CaptureMode(CallObserver):
     def _is_recording(self) -> bool:
         """True inside a hook of the user's that records."""
         return any(frame.f_code in self._recording for frame in running_frames())
-
-    def _tell_of_hook(self, site: str) -> None:
-        """Says once of a hook that its attention is measured, as it takes part in what the model computes."""
-        for frame in running_frames():
-            module = self._changing.get(frame.f_code)
-            if module is not None:
-                del self._changing[frame.f_code]
-                caution(
-                    f"attention in a forward hook on a {type(module).__name__} ({frame.f_code.co_name}) is measured as "
-                    f"the site {site!r}, because the hook returns a value; a hook that returns nothing is left out"
-                )
 
 
 def _adds_zeros(

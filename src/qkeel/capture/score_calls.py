@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkeel.capture.calls import (
@@ -61,65 +61,84 @@ def scores_call(
         alone: whether x is final, with nothing else to be added.
     """
     start, end = (0, x.shape[keys]) if tag.keys is None else tag.keys
-    uncapped = x if tag.uncapped is None else tag.uncapped
-    if uncapped.shape != x.shape and uncapped.numel() == x.numel():
-        uncapped = uncapped.reshape(x.shape)
-    capped = x.narrow(keys, start, end - start)
-    uncapped = uncapped.narrow(keys, start, end - start)
+
+    def of_keys(y: Tensor) -> Tensor:
+        # Without columns that are no keys, such as sinks.
+        return y.broadcast_to(x.shape).narrow(keys, start, end - start)
+
+    capped = of_keys(x)
     pairs = [_sides(product, capped, keys) for product in tag.products]
-    factors: list[tuple[Tensor | None, Tensor | None]] = []
     # An autograd.Function that computes the softmax turns gradients off.
     with torch.set_grad_enabled(by_graph is not None):
         arrangement = _layout(capped, pairs, keys, frame, known, by_graph)
-        exact = by_graph is None or (alone and len(pairs) == 1)
-        for product, sides in zip(tag.products, pairs):
-            if sides is None or (exact and not product.followed):
-                factors.append((None, None))
-            else:
-                factors.append(_factors(sides, arrangement, capped, keys, exact))
-    logits = arrangement.apply(uncapped)
-    mask = None
-    if tag.hidden is not None:
-        hidden = tag.hidden.broadcast_to(x.shape).narrow(keys, start, end - start)
-        mask = ~_unexpanded(arrangement.apply(hidden))
+        is_exact = by_graph is None or (alone and len(pairs) == 1)
+        factors = [
+            (None, None)
+            if sides is None or (is_exact and not product.followed)
+            else _factors(sides, arrangement, capped, keys, is_exact)
+            for product, sides in zip(tag.products, pairs)
+        ]
+    logits = capped_logits = arrangement.apply(capped)
+    if tag.uncapped is not None:
+        logits = arrangement.apply(of_keys(tag.uncapped))
     bias = None
     if tag.bias is not None:
-        bias = tag.bias.broadcast_to(x.shape).narrow(keys, start, end - start)
-        bias = arrangement.apply(bias.to(wide(x.dtype)))
-    is_filled = any([f.pads for f in frame.line()])
-    if is_filled and len(pairs) == 1 and tag.products[0].followed:
-        filler = _filler_rows(pairs[0], arrangement, capped, keys)
-        if filler is not None:
-            mask = ~filler if mask is None else mask & ~filler
-    q, k = factors[0] if len(factors) == 1 and not tag.lost else (None, None)
-    rows = arrangement.rows
-    by_query = [
-        rows is not None and sides is not None and sides.key.varies(rows)
-        for sides in pairs
-    ]
-    sink = None
-    if (start, end) != (0, x.shape[keys]):
-        with torch.no_grad():
-            others = [x.narrow(keys, 0, start)]
-            others.append(x.narrow(keys, end, x.shape[keys] - end))
-            columns = torch.cat(others, keys).to(wide(x.dtype))
-            sink = arrangement.apply(columns.logsumexp(keys, keepdim=True))[..., 0]
+        bias = arrangement.apply(of_keys(tag.bias).to(wide(x.dtype)))
+    q, k = factors[0] if len(factors) == 1 else (None, None)
     return ScoresCall(
         spec=AttentionSpec(
             scale=Fixed(tag.scale), cap=NoCap() if tag.cap is None else Softcap(tag.cap)
         ),
         logits=logits,
-        capped=logits if tag.uncapped is None else arrangement.apply(capped),
-        mask=mask,
+        capped=capped_logits,
+        mask=_mask(tag, of_keys, pairs, arrangement, capped, keys, frame),
         q=q,
         k=k,
         products=tuple(factors) if by_graph is not None else (),
-        lost=tag.lost,
         layout=arrangement,
-        gathered=all(by_query),
-        sink=sink,
+        gathered=all(_have_own_keys(sides, arrangement) for sides in pairs),
+        sink=None if tag.keys is None else _sink(x, keys, start, end, arrangement),
         bias=bias,
     )
+
+
+def _mask(
+    tag: Scores,
+    of_keys: Callable[[Tensor], Tensor],
+    pairs: Sequence[Sides | None],
+    arrangement: HeadLayout,
+    x: Tensor,
+    keys: int,
+    frame: ModuleCall,
+) -> Bool[Tensor, "#b #h #t #s"] | None:
+    """Which keys the queries of the scores x may see; None if they see all."""
+    mask = None
+    if tag.hidden is not None:
+        mask = ~_unexpanded(arrangement.apply(of_keys(tag.hidden)))
+    is_filled = any([around.pads for around in frame.line()])
+    if is_filled and len(pairs) == 1 and tag.products[0].followed:
+        filler = _filler_rows(pairs[0], arrangement, x, keys)
+        if filler is not None:
+            mask = ~filler if mask is None else mask & ~filler
+    return mask
+
+
+def _have_own_keys(sides: Sides | None, arrangement: HeadLayout) -> bool:
+    """True if keys were picked for each query."""
+    rows = arrangement.rows
+    return sides is not None and rows is not None and sides.key.varies(rows)
+
+
+@torch.no_grad()
+def _sink(
+    x: Tensor, keys: int, start: int, end: int, arrangement: HeadLayout
+) -> Float[Tensor, "b h t"] | None:
+    """The logsumexp of the columns of scores x that are no keys; None if all are keys."""
+    if (start, end) == (0, x.shape[keys]):
+        return None
+    others = x.narrow(keys, 0, start), x.narrow(keys, end, x.shape[keys] - end)
+    columns = torch.cat(others, keys).to(wide(x.dtype))
+    return arrangement.apply(columns.logsumexp(keys, keepdim=True))[..., 0]
 
 
 def _unexpanded(x: Tensor) -> Tensor:

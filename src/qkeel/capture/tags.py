@@ -27,7 +27,6 @@ class Scores:
         products: the products whose sum the scores are.
         frame: the module call in which they were made.
         scale: the constant by which the products were multiplied.
-        lost: what else the scores contain, which could not be traced.
         hidden: the pairs that masks have hidden, or None.
         bias: what was added to the products before a cap, apart from masks, or None.
         uncapped: the logits before a tanh cap, and `cap` its bound.
@@ -39,7 +38,6 @@ class Scores:
     products: tuple[Product, ...]
     frame: ModuleCall
     scale: float = 1.0
-    lost: tuple[str, ...] = ()
     hidden: Tensor | None = None
     bias: Tensor | None = None
     uncapped: Tensor | None = None

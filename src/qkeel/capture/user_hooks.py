@@ -156,18 +156,6 @@ def recording_code(model: nn.Module) -> frozenset[types.CodeType]:
     return frozenset(codes)
 
 
-def changing_code(modules: Iterable[nn.Module]) -> dict[types.CodeType, nn.Module]:
-    """The code of the program's own forward hooks that change values, and the module of each."""
-    codes: dict[types.CodeType, nn.Module] = {}
-    for module in modules:
-        for table in (hooks_before(module), hooks_after(module)):
-            for _, hook in _own_hooks(table):
-                function = _function_of(hook)
-                if isinstance(function, types.FunctionType) and not _records(hook):
-                    codes[function.__code__] = module
-    return codes
-
-
 def _records(hook: Callable[..., Any]) -> bool:
     """True if a hook is the program's, may compute attention, and changes no value."""
     is_needed = isinstance(hook, _Unobserved) or _is_of(_WITH_NEEDED_HOOKS, hook)

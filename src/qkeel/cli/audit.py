@@ -391,11 +391,11 @@ def convert(
     checkpoint: Path,
     /,
     *,
-    to: Literal["qwen3", "olmo2", "gemma3"],
+    to: Literal["qwen3"],
     out: Path,
     norm_eps: Unset[float] = None,
 ) -> int:
-    """Convert a checkpoint with q/k norms to a Qwen3, OLMo 2 or Gemma 3 checkpoint with the same outputs.
+    """Convert a checkpoint with q/k norms to a Qwen3 checkpoint with the same outputs.
 
     Add the norms with qkeel.retrofit(model, "qk_norm", batch) and save the model with save_pretrained first. The
     model is not run, and nothing is unpickled. If the architecture cannot compute the same outputs, the command fails

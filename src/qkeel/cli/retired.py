@@ -14,6 +14,7 @@ RETIRED = {
     "merge": "run the study's own command on every machine, with one shared folder as --out",
     "recommend": "the tables of expected logits and gains are in docs/guides/choose-a-remedy.md",
     "replay": "qkeel.monitor.replay(history) applies the rules of alarms to a stored run",
+    "run --json": "summary.json in the run's directory holds the result",
     "run --tokens": "text is read as bytes; give the tokens of another tokenizer as a .bin file in --data",
     "study --shard": "run the same command on every machine, with one shared folder as --out",
     "study --stack": "runs train one by one, --jobs of them at a time",
@@ -23,6 +24,9 @@ RETIRED = {
     "study edge": "python -m experiments.studies.edge, in the repository",
     "study precision": "python -m experiments.studies.precision, in the repository",
     "study transfer": "python -m experiments.studies.transfer, in the repository",
+    "study --tune": "python -m experiments.studies.transfer, in the repository, chooses each remedy's rate on other seeds",
+    "watch --adaptive": "by default every 2nd step is measured while logits are changing; --every sets another number",
+    "watch --log-spaced": "in Python: qkeel.watch(model, optimizer, every=qkeel.monitor.LogSpaced())",
     "watch --live": "open report.html in the run's directory: during the run it is rewritten and reloads itself",
 }
 

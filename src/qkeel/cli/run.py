@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 import os
 import signal
@@ -14,31 +13,28 @@ import threading
 import time
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
 import docstring_parser
 from cyclopts import Parameter
-from rich.console import Console
 
 from qkeel.cli.commands import COLLAPSED, FAILED, HELP_ALL, OK, command_line
 from qkeel.cli.console import (
     RunView,
     StudyView,
-    extrapolated,
     make_console,
     number,
     print_line,
     ranking,
-    spent,
 )
-from qkeel.cli.parameters import JsonSwitch, Switch, Unset
-from qkeel.errors import InvalidValueError, QkeelError, check_known
+from qkeel.cli.parameters import Switch, Unset
+from qkeel.errors import QkeelError
 from qkeel.lab import Watcher
 from qkeel.lab import run as train
-from qkeel.lab.build_run import canonical, resolve
+from qkeel.lab.build_run import resolve
 from qkeel.lab.config import (
     DataConfig,
     ImagesConfig,
@@ -48,22 +44,18 @@ from qkeel.lab.config import (
 )
 from qkeel.lab.execute import (
     Execution,
-    StudyResult,
-    estimate_seconds,
     make_plan,
     pending,
     run_directory,
     run_plan,
 )
 from qkeel.lab.executors import Outcome, default_jobs
-from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun, Study, StudyOption
+from qkeel.lab.plan import Grid, LongContexts, Study, StudyOption
 from qkeel.lab.quick_demo import quick_demo
 from qkeel.lab.studies import MULTIMODAL_BASE, STUDIES
-from qkeel.lab.tuning import TUNING_FOLDER, in_words, tuned_plan, tuning_plan
 from qkeel.options import annotations
 from qkeel.records.file_formats import read_toml
 from qkeel.report import write
-from qkeel.report.study_runs import BASELINE
 
 # Flags as views of the configuration dataclasses: names, types, choices and help come from there.
 
@@ -80,7 +72,7 @@ _SECTIONS: dict[str, tuple[type, str]] = {
 }
 # What `--help` shows; the rest is for `--help-all`, and for recipes.
 _COMMON = {
-    *("data", "task", "context", "batch", "images"),
+    *("data", "task", "context", "batch"),
     *("d_model", "n_layers", "n_heads", "attention", "position", "block"),
     *(
         "optimizer",
@@ -176,13 +168,11 @@ def _optional(kind: object) -> object:
 
 def configure(
     flags: object, recipe: Path | None, base: RunConfig | None = None
-) -> tuple[RunConfig, Settings]:
-    """Returns the configuration of a recipe, overridden by flags and completed by `base`, and the recipe's [study]
-    table."""
+) -> RunConfig:
+    """Returns the configuration of a recipe, overridden by flags and completed by `base`."""
     values = _over(
         base.to_dict() if base else {}, {} if recipe is None else read_toml(recipe)
     )
-    study = values.pop("study", {})
     # After the recipe, which flags override.
     for flag, (section, field) in _ENTRIES.items():
         value = vars(flags).get(flag)
@@ -190,12 +180,7 @@ def configure(
         value = value[0] if isinstance(value, list) else value
         if value is not None:
             (values.setdefault(section, {}) if section else values)[field] = value
-    if not isinstance(study, dict):
-        raise InvalidValueError(
-            f"expected [study] to be a table, got {study!r}; write [study] on one line and its options on the lines "
-            "below it"
-        )
-    return RunConfig.from_dict(values), study
+    return RunConfig.from_dict(values)
 
 
 def starting(flags: object) -> RunConfig | None:
@@ -226,7 +211,6 @@ def run(
     recipe: Path | None = None,
     *,
     out: Unset[Path] = None,
-    json_: JsonSwitch = False,
     fail_on_collapse: Switch = False,
     flags: Annotated[RunFlags, _FLAT] = RunFlags(),  # type: ignore[valid-type]  # noqa: B008 - frozen
 ) -> int:
@@ -235,12 +219,11 @@ def run(
     Args:
         recipe: TOML file with settings; flags override the file.
         out: Directory of the run [default: runs/RUN_ID].
-        json_: Print the result as JSON, and everything else to stderr.
         fail_on_collapse: Exit with code 3 if attention collapsed or the loss is NaN.
     """
-    config = resolve(configure(flags, recipe, starting(flags))[0])
+    config = resolve(configure(flags, recipe, starting(flags)))
     path = out or Path("runs") / config.run_id
-    console = make_console(stderr=json_)
+    console = make_console()
     print_line(console, f"run {path}")
     watcher = Watcher(
         on_record=RunView(console, config.steps).on_record,
@@ -257,13 +240,6 @@ def run(
         )
         return FAILED
     row = directory.summary()
-    if json_:
-        # JSON has neither NaN nor infinity, and a run that diverged records both.
-        numbers = {
-            name: None if isinstance(x, float) and not math.isfinite(x) else x
-            for name, x in row.items()
-        }
-        print(json.dumps(numbers, allow_nan=False))
     state = "collapsed" if row["collapsed"] else "healthy"
     outcome_text = f"val_loss {row['val_loss']:.3f}, max logit {number(row['max_logit'])}, {row['cpu_seconds']:.1f} cpu-s"
     console.print(f"{state}: {outcome_text}", highlight=False)
@@ -303,9 +279,7 @@ class HowFlags:
     """Where to execute the runs: loky (processes of this machine), ray, dask, or slurm with options of submitit, like
     slurm:slurm_partition=gpu,timeout_min=60. Any number of machines can run the same command with one shared --out."""
     dry_run: Switch = False
-    """Only report which runs would be executed and about how long they would take."""
-    baseline: Annotated[str, Parameter(show_default=False)] = "none"
-    """The remedy that the report compares the others with, like qk_norm [default: none]."""
+    """Only report which runs would be executed."""
     fail_on_collapse: Switch = False
     """Exit with code 3 if attention collapsed in any run or the loss of any run is NaN."""
 
@@ -345,13 +319,10 @@ def study_command(name: str) -> Callable[..., int]:
                 quick_demo(lambda line: print_line(console, line))
             return OK
         names = [*(option.name for option in study.options), *study.axes]
-        config, table = configure(flags, recipe, study.base or starting(flags))
-        switches = [option.name for option in study.options if option.kind is bool]
-        for key in table:
-            check_known("key in [study]", key, {*names} - {*switches})
+        config = configure(flags, recipe, study.base or starting(flags))
         options = {name: vars(flags)[name] for name in names}
         options = {name: x for name, x in options.items() if x is not None}
-        request = study.request(config, study.grid, {**table, **options})
+        request = study.request(config, study.grid, options)
         with _without_compiler() if name == "demo" else contextlib.nullcontext():
             return run_study(study, *request, out=out, how=how)
 
@@ -362,7 +333,7 @@ def study_command(name: str) -> Callable[..., int]:
 
     Args:
         out: Directory of the study.
-        recipe: TOML file with settings; its table [study] holds the options of the study. Flags override the file.
+        recipe: TOML file with settings of the runs; flags override the file.
     """
     return command
 
@@ -399,8 +370,6 @@ def _flag(option: StudyOption) -> Flag:
 
 # A study from the command line: plan, progress, table, report, exit code.
 
-# Seconds; a study that takes longer says so before its first run ends.
-_LONG = 10
 # Between two versions of the page, which a browser loads again by itself while the runs
 # end.
 PAGE_SECONDS = 10.0
@@ -427,21 +396,7 @@ def run_study(
     """
     console = make_console()
     jobs = default_jobs(how.executor) if how.jobs is None else how.jobs
-    execution = Execution(workers=jobs, executor=how.executor, command=command_line())
     plan = make_plan(study, base, grid, contexts)
-    if grid.tuning_seeds and not how.dry_run:
-        trial = tuning_plan(plan)
-        console.print(
-            f"{len(trial.runs)} runs to choose the learning rates", highlight=False
-        )
-        plan = tuned_plan(
-            plan, _execute(console, trial, out / TUNING_FOLDER, execution).table
-        )
-        for choice in plan.tuned:
-            print_line(console, in_words(choice))
-    baseline = canonical(how.baseline)
-    if baseline != BASELINE:
-        check_known("baseline", baseline, {run.config.remedy for run in plan.runs})
     left = pending(plan, out)
     print_line(console, f"study {out}")
     at_once = (
@@ -455,21 +410,28 @@ def run_study(
             print_line(
                 console, f"{name}  {run.title}, {run.config.steps} steps: {state}"
             )
-        print_line(console, f"{_estimate(left, jobs)}; nothing was written")
+        print_line(console, "nothing was written")
         return OK
-    if left and (estimate := _estimate(left, jobs, least=_LONG)):
-        print_line(console, estimate)
-    page = StudyPage(out, baseline)
+    page = StudyPage(out)
     if len(left) > 2:
         print_line(
             console,
             f"page {page.file}: it appears after two runs, and fills while the others end",
         )
-    study_result = _execute(console, plan, out, execution, page)
-    write(out, page.file, baseline=baseline)
-    if plan.contexts:
-        print_line(console, "next-token accuracy in %, mean over seeds:")
-        console.print(extrapolated(study_result.long_table))
+    view = StudyView(console, left, out)
+
+    def on_outcome(outcome: Outcome) -> None:
+        view.on_outcome(outcome)
+        page.on_outcome(outcome)
+
+    execution = Execution(
+        workers=jobs,
+        executor=how.executor,
+        command=command_line(),
+        on_outcome=on_outcome,
+    )
+    study_result = run_plan(plan, out, execution)
+    write(out, page.file)
     for role in () if plan.contexts else dict.fromkeys(run.role for run in plan.runs):
         ids = {run.config.run_id for run in plan.runs if run.role == role}
         title = "" if role == "grid" else f"{role}: "
@@ -490,9 +452,8 @@ def run_study(
 class StudyPage:
     """The page of a study, written again and again while its runs end."""
 
-    def __init__(self, out: Path, baseline: str) -> None:
+    def __init__(self, out: Path) -> None:
         self.file = out / "report.html"
-        self._out, self._baseline = out, baseline
         self._ended, self._written = 0, -math.inf
 
     def on_outcome(self, outcome: Outcome) -> None:
@@ -502,34 +463,5 @@ class StudyPage:
         if self._ended >= 2 and at >= self._written + PAGE_SECONDS:
             # A page that cannot be written, for example on a full disk, must not stop the runs; the last one reports it.
             with contextlib.suppress(QkeelError):
-                write(
-                    self._out, self.file, baseline=self._baseline, refresh=PAGE_SECONDS
-                )
+                write(self.file.parent, self.file, refresh=PAGE_SECONDS)
             self._written = at
-
-
-def _execute(
-    console: Console,
-    plan: Plan,
-    out: Path,
-    execution: Execution,
-    page: StudyPage | None = None,
-) -> StudyResult:
-    """Executes the remaining runs of a plan and shows their progress on the console and on the page."""
-    view = StudyView(console, pending(plan, out), out)
-
-    def on_outcome(outcome: Outcome) -> None:
-        view.on_outcome(outcome)
-        if page is not None:
-            page.on_outcome(outcome)
-
-    return run_plan(plan, out, dataclasses.replace(execution, on_outcome=on_outcome))
-
-
-def _estimate(left: Sequence[PlannedRun], jobs: int, *, least: float = 0.0) -> str:
-    """Returns how long the runs will take here ("" if less than `least` seconds), or why this is not known."""
-    try:
-        seconds = estimate_seconds(left, max(1, jobs))
-    except Exception as error:  # a node that only submits may lack the device; the runs report their own errors
-        return f"no time estimate: the first steps failed here with {type(error).__name__}: {error}"
-    return f"about {spent(seconds)} on this machine" if seconds >= least else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import difflib
 import inspect
 import os
@@ -23,6 +22,7 @@ from qkeel.cli.commands import OK
 from qkeel.cli.parameters import Switch, Unset
 from qkeel.cli.python_program import (
     EXAMPLE,
+    Program,
     Successors,
     Torchrun,
     execute,
@@ -33,7 +33,7 @@ from qkeel.cli.run_messages import TYPED, Fix, MessageWriter
 from qkeel.cli.watch_session import WatchPlan, WatchSession
 from qkeel.errors import InvalidValueError
 from qkeel.integrations import sinks
-from qkeel.monitor import Adaptive, Cadence, Every, LogSpaced
+from qkeel.monitor import Every
 from qkeel.monitor.cadence import WHILE_LOGITS_MOVE
 from qkeel.records import disk
 from qkeel.remedies.apply import canonical
@@ -41,35 +41,9 @@ from qkeel.remedies.apply import canonical
 _SWITCH = Parameter(negative=(), negative_iterable=(), show_default=False)
 
 
-@Parameter(name="*")
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class When:
-    """The steps at which to measure."""
-
-    every: Unset[int] = None
-    """Measure every n-th optimizer step [default: every 10th, and every 2nd while logits are changing]."""
-    adaptive: Switch = False
-    """Measure every 100 steps, or as often as every 5 while logits are changing."""
-    log_spaced: Switch = False
-    """Measure 20 steps per decade of steps: often at the start, then less and less often."""
-
-    def cadence(self) -> Cadence:
-        """The cadence that the options specify.
-
-        Raises: InvalidValueError if more than one option is given.
-        """
-        if self.adaptive + self.log_spaced + (self.every is not None) > 1:
-            raise InvalidValueError(
-                "expected one of --every, --adaptive, --log-spaced, got several; give one"
-            )
-        if self.adaptive or self.log_spaced:
-            return Adaptive() if self.adaptive else LogSpaced()
-        return WHILE_LOGITS_MOVE if self.every is None else Every(self.every)
-
-
 def watch(
     *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    when: Annotated[When, _SWITCH] = When(),
+    every: Unset[int] = None,
     out: Unset[Path] = None,
     sink: Annotated[list[str], _SWITCH] = [],  # noqa: B006 - read only
     query_mask: Unset[str] = None,
@@ -85,7 +59,7 @@ def watch(
 
     Args:
         command: The training command, after --.
-        when: The steps at which to measure.
+        every: Measure every n-th optimizer step [default: every 10th, and every 2nd while logits are changing].
         out: Directory of the run; if it is not empty, -2, -3 and so on is appended [default: qkeel-runs/SCRIPT].
         sink: Also send metrics to a tracker, like tensorboard or wandb:project=gpt; may be repeated.
         query_mask: Keyword argument of the model's forward that marks the query rows to include, like attention_mask.
@@ -94,7 +68,6 @@ def watch(
         autopilot: Apply the cheapest effective remedy automatically, only to the heads that need it.
         policy: The autopilot's policy, like ladder:threshold=50 [default: ladder].
     """
-    cadence = when.cadence()
     trackers = [tracker for text in sink for tracker in sinks(text)]
     for tracker in trackers:
         tracker.require()
@@ -102,48 +75,50 @@ def watch(
     words = sys.argv[1 : len(sys.argv) - len(command)]
     if command and words[-1:] != ["--"]:
         raise _misread(command)
-    if apply is not None:
-        if autopilot or policy is not None:
+    ladder = policy or ("ladder" if autopilot else None)
+    if ladder is not None:
+        named_policy(ladder)
+        if apply is not None:
             raise InvalidValueError(
                 "expected --apply or --autopilot, got both; the autopilot chooses the remedies"
             )
-        apply = canonical(apply)
+    applied = canonical(apply) if apply is not None else ""
     program = parse(command)
     if isinstance(program, Torchrun):
-        launcher = program.command(["qkeel", *words])
-        os.environ[TYPED] = shlex.join(command)
-        _become(launcher)
+        _become_torchrun(program, words, command)
     # So that the script's environment is the same as without qkeel.
     typed = os.environ.pop(TYPED, None)
     # Read before anything is watched or written: a script that cannot be read ends here.
     source = prepare(program)
-    directory = out or Path("qkeel-runs") / program.title
+    shown = out or Path("qkeel-runs") / program.title
     if _rank() == 0:
         # Before the script runs: its first record would come after minutes of training.
-        disk.check_writable(directory.absolute())
-    named = policy or ("ladder" if autopilot else None)
-    if named is not None:
-        named_policy(named)
+        disk.check_writable(shown.absolute())
     plan = WatchPlan(
-        cadence=cadence,
-        out=directory.absolute(),
-        shown=directory,
+        cadence=WHILE_LOGITS_MOVE if every is None else Every(every),
+        out=shown.absolute(),
+        shown=shown,
         fix=Fix(
             watch_words=words,
             command=command if typed is None else shlex.split(typed),
-            applied=apply or "",
-            piloted=named is not None,
+            applied=applied,
+            piloted=ladder is not None,
             launched=typed is None and int(os.environ.get("WORLD_SIZE", "1")) > 1,
         ),
         sinks=tuple(trackers),
         query_mask=query_mask,
         nan=nan,
-        policy=named,
+        policy=ladder,
     )
+    return _watched(plan, program, source)
+
+
+def _watched(plan: WatchPlan, program: Program, source: bytes | None) -> int:
+    """Runs the program, watches its models, and returns its exit code."""
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(MessageWriter(_rank()))
         session = WatchSession(plan, writer)
-        with Successors(words, session.leave):
+        with Successors(plan.fix.watch_words, session.leave):
             code = execute(program, source)
         if writer.here:
             stack.callback(session.close, complete=code == OK)
@@ -164,13 +139,8 @@ def _misread(command: Sequence[str]) -> InvalidValueError:
         return InvalidValueError(
             f"expected -- before the command, to separate its options from qkeel's: {EXAMPLE}"
         )
-    options = [
-        f"--{name.replace('_', '-')}"
-        for name in (
-            *When.__dataclass_fields__,
-            *list(inspect.signature(watch).parameters)[2:],
-        )
-    ]
+    names = list(inspect.signature(watch).parameters)[1:]
+    options = [f"--{name.replace('_', '-')}" for name in names]
     near = difflib.get_close_matches(first.partition("=")[0], options, n=1, cutoff=0.5)
     meant = f"did you mean {near[0]}?" if near else f"expected {', '.join(options)}."
     return InvalidValueError(
@@ -178,11 +148,15 @@ def _misread(command: Sequence[str]) -> InvalidValueError:
     )
 
 
-def _become(words: list[str]) -> NoReturn:
-    """Replaces this process with another command."""
+def _become_torchrun(
+    program: Torchrun, words: Sequence[str], command: Sequence[str]
+) -> NoReturn:
+    """Replaces this process with torchrun, which starts the watcher in each of its workers."""
+    launcher = program.command(["qkeel", *words])
+    os.environ[TYPED] = shlex.join(command)
     # `execv` drops what is still in the buffers of this process.
     sys.stdout.flush()
-    os.execv(words[0], words)
+    os.execv(launcher[0], launcher)
 
 
 def _rank() -> int:

@@ -56,15 +56,13 @@ class WatchPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _WatchedModel:
-    """A watched model and its messages; `done` closes its files if the script deletes its optimizer before the end.
-    `over` is true once another phase of training has begun."""
+    """A watched model and its messages; `done` closes its files if the script deletes its optimizer before the end."""
 
     model: str
     message_sink: MessageSink
     monitor: weakref.ref[Monitor]
     pilot: weakref.ref[Autopilot] | None
     done: weakref.finalize
-    over: bool = False
 
     @property
     def used(self) -> bool:
@@ -298,10 +296,6 @@ class WatchSession:
 
     def _end(self, monitor: Monitor) -> None:
         """Closes the autopilot of a monitor, which removes its remedies for optimizer steps, or the monitor alone."""
-        self._runs = [
-            dataclasses.replace(r, over=r.over or r.monitor() is monitor)
-            for r in self._runs
-        ]
         pilot = next((x for x in self._pilots() if x.monitor is monitor), None)
         (monitor if pilot is None else pilot).close()
 
@@ -394,9 +388,7 @@ class WatchSession:
             # A run directory that was taken away during the first steps.
             is_measured = any(monitor.sample is not None for monitor in monitors)
             reason = (
-                "see above"
-                if broken or is_measured
-                else self._why_nothing(monitors, complete)
+                "see above" if broken or is_measured else self._why_nothing(monitors)
             )
             unmet = any(x.waits for x in self._applied.values()) or not self._applied
             applied = self.plan.fix.applied
@@ -409,9 +401,7 @@ class WatchSession:
                 f"nothing was {'written' if is_measured else 'measured'}{left}: {reason}"
             )
 
-    def _why_nothing(self, monitors: list[Monitor], complete: bool) -> str:
-        if not self._finder.optimizers and not complete:
-            return "the script ended before it created a torch.optim.Optimizer"
+    def _why_nothing(self, monitors: list[Monitor]) -> str:
         if not self._finder.optimizers:
             return (
                 "the script created no torch.optim.Optimizer in this process. If it starts processes that train, start "
@@ -430,8 +420,6 @@ class WatchSession:
                 "step, or optimizer.step() is called in a compiled function, where steps can't be counted; in that "
                 "case, compile only the model"
             )
-        if not complete:
-            return f"the script ended before {models} was called"
         return (
             f"{models} was not called in this process. If the script starts processes that train, start them with "
             "torchrun instead"

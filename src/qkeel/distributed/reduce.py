@@ -390,26 +390,16 @@ class SharedTable:
         peers = [peer for peer in of_stage if role(peer) == role(part)]
         return max(peers, key=lambda peer: peer.member.keys_seen) is part
 
-    def split(
-        self, vector: Tensor | None, extremes: Sequence[float]
-    ) -> tuple[Tensor, Tensor]:
+    def split(self, vector: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the two vectors of this process, one to be reduced to maxima and one to sums.
 
-        Args:
-            vector: this process's numbers, or None if it has none in this step.
-            extremes: further numbers whose maxima over all processes are taken; -inf for unknown ones.
+        vector: this process's numbers, or None if it has none in this step.
         """
         device = torch.device("cpu") if vector is None else vector.device
-        further = torch.tensor(extremes, dtype=widest(device))
-        if device.type == "cuda":
-            # So that the copy does not block.
-            further = further.pin_memory()
-        like = {"dtype": further.dtype, "device": device}
-        n, size = len(extremes), self.table.size
-        largest = torch.full((n + size,), -torch.inf, **like)
+        like = {"dtype": widest(device), "device": device}
+        largest = torch.full((self.table.size,), -torch.inf, **like)
         # The first sum counts the processes that have numbers.
-        sums = torch.zeros(1 + size, **like)
-        largest[:n].copy_(further, non_blocking=True)
+        sums = torch.zeros(1 + self.table.size, **like)
         if vector is not None:
             if device not in self._on_device:
                 self._on_device[device] = [
@@ -417,21 +407,19 @@ class SharedTable:
                 ]
             source, target = self._on_device[device]
             own_largest, own_sums = self.own_table.split(vector)
-            largest[n:].index_copy_(0, target, own_largest[source])
+            largest.index_copy_(0, target, own_largest[source])
             sums[1:].index_copy_(0, target, own_sums[source])
             sums[:1].fill_(1.0)
         return largest, sums
 
-    def join(
-        self, largest: np.ndarray, sums: np.ndarray, n_extremes: int
-    ) -> np.ndarray | None:
+    def join(self, largest: np.ndarray, sums: np.ndarray) -> np.ndarray | None:
         """Returns the whole model's vector, or None if no process has numbers.
 
         Numbers of split weights are NaN if a process has not contributed its part.
         """
         if not sums[0]:
             return None
-        vector = self.table.join(largest[n_extremes:], sums[1:])
+        vector = self.table.join(largest, sums[1:])
         if sums[0] < self._n_processes:
             for column in self.table.form:
                 if column.by_weights:

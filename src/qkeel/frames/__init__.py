@@ -3,12 +3,11 @@
 `run_verdict` judges a recorded run, in the words of `metrics.verdict`.
 """
 
-from qkeel.frames.tables import Foreign, Frame, heads_frame, layers_frame, steps_frame
+from qkeel.frames.tables import Foreign, Frame, heads_frame, steps_frame
 
 __all__ = [
     "Foreign",
     "Frame",
     "heads_frame",
-    "layers_frame",
     "steps_frame",
 ]

@@ -67,7 +67,7 @@ def plain_table(
     return markup(f"<table{style}>{{}}</table>", lines)
 
 
-# Tables of named columns, and the tables of a run: one row per step, per step and layer, or per step, layer and head.
+# Tables of named columns, and the tables of a run: one row per step, or per step, layer and head.
 
 # An object of an optional library: a DataFrame, an Axes.
 Foreign = Any
@@ -171,29 +171,6 @@ def steps_frame(steps: np.ndarray, values: Mapping[str, np.ndarray]) -> Frame:
     """
     step = np.asarray(steps).astype(np.int64)
     return Frame({"step": step, **Frame(values).without("step").columns})
-
-
-def layers_frame(
-    steps: np.ndarray,
-    layers: Sequence[str],
-    values: Mapping[str, np.ndarray],
-    types: Mapping[str, str] | None = None,
-) -> Frame:
-    """Returns one row per record and layer, with the columns step, layer and the measured fields; a missing value is
-    NaN.
-
-    Args:
-        steps: [n].
-        layers: names, or () for layer 0, layer 1, …
-        values: name -> [n layers].
-        types: layer -> its type, one of records.LAYER_TYPES; if any types are known, the table has a column for them.
-
-    >>> layers_frame(np.array([0]), ["attn"], {"entropy": np.array([[1.0]])}, {"attn": "window"})
-    <Frame of 1 rows: step, layer, type, entropy>
-    """
-    return heads_frame(
-        steps, layers, {name: x[..., None] for name, x in values.items()}, types
-    ).without("head")
 
 
 def heads_frame(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qkeel.errors import InvalidValueError, ShapeError
-from qkeel.patching.torch_state import with_tangents
+from qkeel.patching.torch_state import in_function_transform, with_tangents
 
 Pairing = Literal["half", "interleaved", "half_reversed"]
 
@@ -113,7 +113,8 @@ def rotate(
     >>> rotate(torch.tensor([1.0, 2.0]), c, s)
     tensor([-2.,  1.])
     """
-    rotated = _rotated if with_tangents() else _Rotate.apply
+    # torch has no rule for what is written in place under vmap.
+    rotated = _rotated if with_tangents() or in_function_transform() else _Rotate.apply
     return rotated(x.to(cos.dtype), cos, sin, pairing).to(x.dtype)
 
 
@@ -129,26 +130,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
 
 class _Rotate(torch.autograd.Function):
     """The rotation, written into a new tensor. Its derivative is the inverse rotation, so x is not kept."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
-        """Moves the mapped axis of x to the front and aligns a mapped table with x's axes."""
-        x, cos, sin, pairing = args
-        x = (
-            x.expand(info.batch_size, *x.shape)
-            if in_dims[0] is None
-            else x.movedim(in_dims[0], 0)
-        )
-        lined = []
-        for t, dim in ((cos, in_dims[1]), (sin, in_dims[2])):
-            front = t if dim is None else t.movedim(dim, 0)
-            missing = 0 if dim is None else x.ndim - front.ndim
-            lined.append(
-                front.reshape(*front.shape[:1], *(1,) * missing, *front.shape[1:])
-                if missing
-                else front
-            )
-        return _Rotate.apply(x, *lined, pairing), 0
 
     @staticmethod
     def forward(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:

@@ -21,7 +21,7 @@ class Refusal:
     """The reason why something cannot be done exactly, and what to do instead."""
 
     reason: str
-    way_out: str
+    way_out: str = "use impl='chunked' (exact, O(T) memory) or impl='auto'"
 
     def __str__(self) -> str:
         return f"{self.reason}; {self.way_out}"

@@ -550,14 +550,6 @@ def _keys_seen(call: LogitCall, k: Tensor) -> Tensor:
     counted = call.query_mask
     if _all_keys_seen(call):
         return torch.ones(b, g, s, dtype=torch.bool, device=k.device)
-    # As padding is.
-    same_for_rows = call.mask is None or call.mask.shape[2] == 1
-    # The last row that counts then sees every key that any of them sees.
-    plain_call = (
-        type(call) is AttentionCall and call.window is None and call.pos_q.numel() > 0
-    )
-    if plain_call and same_for_rows and not call.pos_q.is_floating_point():
-        return _keys_before(call)
     keys_seen = torch.zeros(b, g, s, dtype=torch.bool, device=k.device)
     for rows, keys in _blocks(call):
         visible = call.visible(rows, keys)
@@ -581,26 +573,6 @@ def _all_keys_seen(call: LogitCall) -> bool:
     if call.query_mask is not None or call.mask is not None:
         return False
     return call.window is None and (not call.causal or call.plain)
-
-
-def _keys_before(call: AttentionCall) -> Tensor:
-    """Returns which keys [b g s] the mask makes visible to all rows, up to the position of the last counted row."""
-    b, g, s, _ = call.k.shape
-    last, counted = call.pos_q.expand(b, -1), call.query_mask
-    visible_keys = torch.ones(b, 1, s, dtype=torch.bool, device=call.k.device)
-    if counted is not None:
-        # A row that does not count sees nothing.
-        last = torch.where(counted, last, torch.iinfo(last.dtype).min)
-        visible_keys = visible_keys & counted.any(1)[:, None, None]
-    if call.causal:
-        visible_keys = (
-            visible_keys & (call.pos_k <= last.amax(1, keepdim=True))[:, None]
-        )
-    shown = dataclasses.replace(call, causal=False).visible(slice(None), slice(None))
-    visible_keys = (
-        visible_keys if shown is None else visible_keys & _by_group(shown[:, :, 0], g)
-    )
-    return visible_keys.expand(b, g, s)
 
 
 def _by_group(visible_keys: Tensor, g: int) -> Tensor:

@@ -3,7 +3,7 @@
 The files from a plan to the tables:
 
     config               a run's configuration; studies: what each study varies, and its command's options
-    plan, tuning         the runs of a study; learning rates that are chosen beforehand. study_file: study.json
+    plan, study_file     the runs of a study, and study.json
     execute              runs a plan, the runs that are left and those that failed; executors: joblib, Ray, Dask, Slurm;
                          run_claims: which process trains a run
     train                one run's loop; build_run: its model, optimizer and remedies; muon: one of its optimizers

@@ -12,50 +12,42 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel import remedies
-from qkeel.autopilot import attach, named_policy
 from qkeel.errors import InvalidValueError
 from qkeel.handle import Handle
-from qkeel.lab.config import ModelConfig, OptimConfig, RunConfig, with_values
+from qkeel.lab.config import (
+    IMAGE_SIZE,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    with_values,
+)
 from qkeel.lab.muon import Muon, fusable
-from qkeel.monitor import PlannedRates
-from qkeel.monitor.watch import watch
 from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder, ViT
-from qkeel.options import Term, parse
 from qkeel.patching.optimizers import Group
-from qkeel.remedies import Note
 from qkeel.spec import AttentionSpec, layer_specs
 from qkeel.spec.presets import attention_spec
 
 # The optimizer of a run (AdamW, SGD or Muon) and its learning rate as a function of the step.
 
-# Option of a parameter group: its learning rate as a multiple of the run's learning
-# rate.
-RATE = "rate"
 
-
-def build_optimizer(
-    config: OptimConfig, model: nn.Module, width: float = 1.0
-) -> torch.optim.Optimizer:
+def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
     """Builds the optimizer for all parameters. Weight decay applies to matrices only, and Muon to hidden matrices only.
 
     The parameter groups are the hidden matrices, the embedding and the head, and the vectors and scalars. Groups added
     later have no weight decay.
 
-    Under µP the rate of hidden matrices is η · base width / width. Independent weight decay is w ← w - s·λ·w, where s
-    is the step's rate relative to the peak rate; an optimizer that multiplies decay by its rate η·s therefore gets
-    λ / η.
+    Independent weight decay is w ← w - s·λ·w, where s is the step's rate relative to the peak rate; an optimizer that
+    multiplies decay by its rate η·s therefore gets λ / η.
 
-    Args:
-        config: the optimizer's settings.
-        model: the model to train.
-        width: the width of the model as a multiple of µP's base width; 1 in the standard parametrisation.
-
-    Source: Yang et al. 2022, arXiv 2203.03466, table 8 (Adam); Wortsman et al. 2023, arXiv 2309.14322, section 3.2.
+    Source: Wortsman et al. 2023, arXiv 2309.14322, section 3.2.
     """
     hidden, tables, gains = _split(model)
+    decay = config.weight_decay
+    if config.decay == "independent":
+        decay /= config.lr
     groups: list[Group] = [
-        {"params": hidden, "weight_decay": _decay(config, 1 / width), RATE: 1 / width},
-        {"params": tables, "weight_decay": _decay(config)},
+        {"params": hidden, "weight_decay": decay},
+        {"params": tables, "weight_decay": decay},
         {"params": gains, "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
@@ -69,15 +61,6 @@ def build_optimizer(
     fused = all(fusable(p) for p in model.parameters())
     return torch.optim.AdamW(
         groups, lr=config.lr, betas=betas, eps=config.eps, weight_decay=0.0, fused=fused
-    )
-
-
-def _decay(config: OptimConfig, rate: float = 1.0) -> float:
-    """The weight decay for an optimizer that multiplies it by the group's rate, `rate` times the run's rate."""
-    return (
-        config.weight_decay
-        if config.decay == "coupled"
-        else config.weight_decay / (config.lr * rate)
     )
 
 
@@ -125,80 +108,27 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     return config.lr * (1 - (1 - config.final) * done)
 
 
-# The remedies of runs: those of `qkeel.apply`, and `autopilot`, which chooses remedies while the run trains.
-
-AUTOPILOT, POLICY = "autopilot", "ladder"
-# An autopilot gets at least this many records, if the run has as many steps.
-RECORDS = 75
-
-
-def canonical(text: str) -> str:
-    """Returns the canonical spelling of a run's remedy: an autopilot with its options, or a `qkeel.apply` spec.
-
-    Raises:
-        InvalidValueError: an autopilot is combined with other remedies.
-
-    >>> canonical("autopilot:tau=0.10")
-    'autopilot:tau=0.1'
-    """
-    if not _is_autopilot(text):
-        return remedies.canonical(text)
-    term, *more_terms = parse(text)
-    if more_terms:
-        raise InvalidValueError(
-            f"expected autopilot without other remedies, because the autopilot chooses the remedies, got {text!r}"
-        )
-    ladder = str(Term(POLICY, term.options))
-    named_policy(ladder)
-    return ladder.replace(POLICY, AUTOPILOT, 1)
-
-
-def _is_autopilot(text: str) -> bool:
-    return any(term.name == AUTOPILOT for term in parse(text))
-
-
-def note(text: str) -> Note:
-    """Describes the remedy of a run, with its source.
-
-    >>> note("autopilot").source
-    'docs/guides/choose-a-remedy.md'
-    """
-    if not _is_autopilot(text):
-        return remedies.note(text)
-    return Note(
-        "watches the run and applies qk_clip and lalr to the heads that need it",
-        "docs/guides/choose-a-remedy.md",
-    )
-
-
 def rules(text: str) -> list[str]:
     """Returns the rules of a run's remedies that act on steps, the loss or a block, with their options filled in.
 
     >>> rules("none"), rules("qk_lr:factor=0.5")[0][:6]
     ([], 'qk_lr:')
     """
-    named = [] if _is_autopilot(text) else remedies.parse(text)
     return [
-        f"{remedy.name}: {remedy.written_rule()}" for remedy in named if remedy.rule
+        f"{remedy.name}: {remedy.written_rule()}"
+        for remedy in remedies.parse(text)
+        if remedy.rule
     ]
 
 
 def put_on(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Handle:
     """Applies the remedy of a run to its model."""
-    text = canonical(config.remedy)
-    if not _is_autopilot(text):
-        return remedies.apply(model, text, optimizer, train_length=config.data.context)
-    rates = [
-        learning_rate(config.optim, step, config.steps) for step in range(config.steps)
-    ]
-    every = min(config.log_every, max(1, config.steps // RECORDS))
-    monitor = watch(
-        model, optimizer, every=every, rules=(), planned=PlannedRates.of(rates)
+    return remedies.apply(
+        model,
+        remedies.canonical(config.remedy),
+        optimizer,
+        train_length=config.data.context,
     )
-    pilot = attach(monitor, optimizer, policy=text.replace(AUTOPILOT, POLICY, 1))
-    # The run records its events, and a page shows them.
-    pilot.warns = False
-    return pilot
 
 
 # Models and devices.
@@ -224,11 +154,11 @@ def resolve(config: RunConfig) -> RunConfig:
     if config.data.task == "vision":
         config = with_values(
             config,
-            data={"context": (config.images.image_size // config.images.patch) ** 2},
+            data={"context": (IMAGE_SIZE // config.images.patch) ** 2},
         )
     dtype = kinds.get(config.dtype, config.dtype)
     return with_values(
-        config, device=device, dtype=dtype, remedy=canonical(config.remedy)
+        config, device=device, dtype=dtype, remedy=remedies.canonical(config.remedy)
     )
 
 
@@ -259,30 +189,8 @@ def layers(
     config: ModelConfig, train_length: int | None = None
 ) -> tuple[AttentionSpec, ...]:
     """Returns the spec of each layer; `train_length` is used by position encodings that depend on it."""
-    specs = layer_specs(
+    return layer_specs(
         attention_spec(config.attention), config.n_layers, config.position, train_length
-    )
-    return (
-        specs
-        if config.parametrisation == "standard"
-        else tuple(_mup(spec, config) for spec in specs)
-    )
-
-
-def width_ratio(config: ModelConfig) -> float:
-    """The width as a multiple of µP's base width; 1 in the standard parametrisation."""
-    return (
-        1.0
-        if config.parametrisation == "standard"
-        else config.d_model / config.base_width
-    )
-
-
-def _mup(spec: AttentionSpec, config: ModelConfig) -> AttentionSpec:
-    """Multiplies the scale 1/√d by √(base_head_dim / d), because µP divides q·k by d; other scales are kept."""
-    size = config.head_dim or config.d_model // config.n_heads
-    return spec.replace(
-        scale=spec.scale.with_multiplier((config.base_head_dim / size) ** 0.5)
     )
 
 
@@ -322,7 +230,6 @@ def _sizes(
         norm_order=config.norm_order,
         tied=config.tied,
         deepnorm=config.deepnorm,
-        base_width=None if config.parametrisation == "standard" else config.base_width,
     )
 
 

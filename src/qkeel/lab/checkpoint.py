@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import final
 
@@ -16,21 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from qkeel.autopilot import Autopilot
 from qkeel.errors import DamagedFileError, RunDirectoryError
 from qkeel.handle import under
 from qkeel.kernels.native import ready as kernels_ready
-from qkeel.lab.build_run import build_optimizer, note, put_on, rules, width_ratio
+from qkeel.lab.build_run import build_optimizer, put_on
 from qkeel.lab.config import RunConfig
-from qkeel.lab.tasks import counted_bigrams, load_task
+from qkeel.lab.tasks import load_task
 from qkeel.lab.text import Corpus
-from qkeel.metrics import Row
 from qkeel.nn.attention import SpecModule
 from qkeel.options import Json
 from qkeel.records import RunDirectory, write_bytes
 from qkeel.records.disk import make_directory, read_file
 from qkeel.records.run_directory import FileSizes, made_on
-from qkeel.sites import find_sites
 from qkeel.version import VERSION
 
 # The env.json of a run describes its environment, without names of people, machines or folders. It contains everything
@@ -98,13 +94,9 @@ def check_alike(path: Path, before: Json, now: Json) -> None:
 
 
 def refuse_mixture(runs: Path, now: Json) -> None:
-    """Raises RunDirectoryError if a run in the folder was computed differently; see `check_alike`.
-
-    Damaged runs are skipped, because they will be repeated.
-    """
+    """Raises RunDirectoryError if a run in the folder was computed differently; see `check_alike`."""
     for file in sorted(runs.glob("*/env.json")):
-        with contextlib.suppress(DamagedFileError):
-            check_alike(file.parent, RunDirectory(file.parent).env(), now)
+        check_alike(file.parent, RunDirectory(file.parent).env(), now)
 
 
 def about_corpus(corpus: Corpus) -> Json:
@@ -122,25 +114,14 @@ def about_corpus(corpus: Corpus) -> Json:
 def environment(
     config: RunConfig, corpus: Corpus, model: nn.Module, command: str
 ) -> Json:
-    """Returns env.json: the versions, the corpus hash, the formula with the remedy applied, the remedy's source and the
-    command."""
-    remedy, counted = note(config.remedy), counted_bigrams(config)
+    """Returns env.json: the versions, the corpus, the size of the model and the command."""
     return {
         **computed_with(config),
         "python": platform.python_version(),
         **made_on(),
         "dtype": config.dtype,
         "corpus": about_corpus(corpus),
-        **({} if counted is None else {"counted_bigrams": counted}),
         "n_parameters": sum(p.numel() for p in model.parameters()),
-        "formula": "\n\n".join(
-            [
-                *rules(config.remedy),
-                *dict.fromkeys(site.spec.explain() for site in find_sites(model)),
-            ]
-        ),
-        "remedy_line": remedy.line,
-        "remedy_source": remedy.source,
         "command": command,
     }
 
@@ -172,9 +153,7 @@ class RunState:
             name for name, m in self.model.named_modules() if isinstance(m, SpecModule)
         )
         # Remedies come after the optimizer: some scale its steps, others add parameters to its groups.
-        self.optimizer = build_optimizer(
-            config.optim, self.model, width_ratio(config.model)
-        )
+        self.optimizer = build_optimizer(config.optim, self.model)
         self.handle = put_on(config, self.model, self.optimizer)
         # Loss scaling keeps gradients within the range of fp16. A scale is a power of two, so it does not round.
         self.scaler = GradScaler(self.device.type, enabled=config.dtype == "fp16")
@@ -194,16 +173,6 @@ class RunState:
     def overflows(self) -> bool:
         """True if steps overflow fp16 even with a loss scale below 1, because the forward pass itself overflows."""
         return self.scaler.get_scale() < 1
-
-    def close(self) -> None:
-        """Ends the training and closes the autopilot, if there is one."""
-        if isinstance(self.handle, Autopilot):
-            self.handle.close()
-
-    @property
-    def events(self) -> Sequence[Row]:
-        """The events of the autopilot so far, if there is one."""
-        return self.handle.events if isinstance(self.handle, Autopilot) else ()
 
 
 @torch.no_grad()

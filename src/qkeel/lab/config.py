@@ -27,6 +27,8 @@ from qkeel.options import (
 
 # None if it is not given.
 OptionalSize = Annotated[int | None, Bound(1, included=True)]
+# Height and width of the handwritten digits in pixels.
+IMAGE_SIZE = 8
 
 
 @final
@@ -65,12 +67,6 @@ class ModelConfig:
     """Whether the output layer shares the embedding's weights."""
     deepnorm: bool = False
     """Use DeepNorm's factors on the residual stream and the initial weights; for block=gau with norm_order=post."""
-    parametrisation: Literal["standard", "mup"] = "standard"
-    """standard, or mup for µP, which scales rates, logits and outputs so that one learning rate suits every width."""
-    base_width: Count = 64
-    """Width at which µP equals the standard parametrisation."""
-    base_head_dim: Count = 16
-    """Head dimension at which µP equals the standard parametrisation."""
 
     def __post_init__(self) -> None:
         settle(self)
@@ -79,8 +75,6 @@ class ModelConfig:
         check(is_single, "n_heads=1 for block=gau, which has one head", self.n_heads)
         has_units = self.mlp_ratio * self.d_model >= 1
         check(has_units, "an MLP with at least one unit", f"mlp_ratio={self.mlp_ratio}")
-        has_rule = self.parametrisation == "standard" or self.block == "mha"
-        check(has_rule, "block=mha with parametrisation=mup", self.block)
         if self.deepnorm and not (self.block == "gau" and self.norm_order == "post"):
             raise InvalidValueError("deepnorm needs block=gau with norm_order=post")
         if self.head_dim is None:
@@ -103,7 +97,7 @@ class DataConfig:
     """
 
     source: str = "stdlib"
-    """stdlib, topics, or a path: a text file, a folder, a glob pattern, or .bin (uint16, or .bin#uint8)."""
+    """stdlib, topics, or a path: a text file, a folder, or tokens as uint16 in a .bin file."""
     context: Count = 32
     """Number of tokens per sequence."""
     batch: Count = 8
@@ -123,12 +117,8 @@ class DataConfig:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ImagesConfig:
-    """The images and how the model reads them; used only by tasks with images."""
+    """How the model reads handwritten digits of 8 × 8 pixels; used only by tasks with images."""
 
-    images: str = "digits"
-    """digits, or a folder with one subfolder per class."""
-    image_size: Count = 8
-    """Height and width of an image in pixels; images of a different size are rejected."""
     patch: Count = 2
     """Height and width of a patch in pixels; each patch is one token."""
     levels: Annotated[int, Bound(2, included=True)] = 4
@@ -139,15 +129,12 @@ class ImagesConfig:
     """Multimodal: share of sequences with an image and its caption."""
     image_variance: Positive = 1.0
     """Multimodal: initial variance of image embeddings; that of text embeddings is 1."""
-    image_first: Share = 0.5
-    """Multimodal: share of images that precede their caption."""
     canvas: Count = 4
     """Multimodal: largest number of images side by side on one canvas."""
 
     def __post_init__(self) -> None:
         settle(self)
-        _check_multiple("image_size", self.image_size, "patch", self.patch)
-        check(bool(self.images), "the name or path of images", "''")
+        _check_multiple("the size of an image", IMAGE_SIZE, "patch", self.patch)
 
 
 @final
@@ -207,23 +194,34 @@ _NEWER = {
         "position": "",
         "deepnorm": False,
         "mlp_ratio": 4.0,
-        "parametrisation": "standard",
     },
     "optim": {"decay": "coupled"},
     "": {"accumulate": 1, "nudge": 0},
 }
 
 
-# Settings of data in earlier versions -> the only value under which this version computes the same, and what replaces
+# Settings of earlier versions by section -> the only value under which this version computes the same, and what replaces
 # the other values.
-_RETIRED: dict[str, tuple[object, str]] = {
-    "tokens": (
-        "bytes",
-        "write the tokens of another tokenizer to a .bin file and give it as the source",
-    ),
-    "windows": ("drawn", "training windows are drawn at random"),
-    "needle": (0.0, "train on texts without needles"),
-    "needle_keys": (4, "train on texts without needles"),
+_RETIRED: dict[str, dict[str, tuple[object, str]]] = {
+    "model": {
+        "parametrisation": ("standard", "models have the standard parametrisation"),
+        "base_width": (64, "models have the standard parametrisation"),
+        "base_head_dim": (16, "models have the standard parametrisation"),
+    },
+    "data": {
+        "tokens": (
+            "bytes",
+            "write the tokens of another tokenizer to a .bin file and give it as the source",
+        ),
+        "windows": ("drawn", "training windows are drawn at random"),
+        "needle": (0.0, "train on texts without needles"),
+        "needle_keys": (4, "train on texts without needles"),
+    },
+    "images": {
+        "images": ("digits", "the lab's images are its handwritten digits"),
+        "image_size": (IMAGE_SIZE, "the lab's images are its handwritten digits"),
+        "image_first": (0.5, "half of the images precede their captions"),
+    },
 }
 
 
@@ -286,14 +284,6 @@ class RunConfig:
                 )
         _check_multiple("batch", self.data.batch, "accumulate", self.accumulate)
         _check_multiple("eval_every", self.eval_every, "log_every", self.log_every)
-        # Has no rule for other optimizers, nor for the input of a ViT.
-        if self.model.parametrisation == "mup":
-            name = self.optim.name
-            check(name == "adamw", "optimizer adamw with parametrisation=mup", name)
-            if self.data.task == "vision" or self.images.image_input == "patches":
-                raise InvalidValueError(
-                    "parametrisation=mup is for models that read tokens, not patches of images"
-                )
         is_device = self.device.split(":")[0] in ("auto", "cpu", "cuda", "mps")
         check(is_device, "device auto, cpu, cuda, cuda:N or mps", repr(self.device))
 
@@ -313,12 +303,13 @@ class RunConfig:
                 if table[name] == nothing:
                     del table[name]
         # Each setting that the rest of the configuration makes idle: two runs that differ in it only are one run.
-        if self.model.parametrisation == "standard":
-            del values["model"]["base_width"], values["model"]["base_head_dim"]
         if self.data.task != "translation":
             del values["data"]["pairs"]
         if self.data.task in ("text", "translation"):
             del values["images"]
+        else:
+            # Settings until 0.1, which are part of the names of runs.
+            values["images"] |= {name: x for name, (x, _) in _RETIRED["images"].items()}
         if self.data.task == "text":
             del values["data"]["task"]
         # Which of a machine's GPUs trained a run is chance; whether a GPU or the CPU did shows in the last bits.
@@ -334,16 +325,18 @@ class RunConfig:
 
         A setting of an earlier version that no longer exists is ignored if it had its default value.
         """
-        data = values.get("data")
-        if isinstance(data, Mapping):
-            for name in data.keys() & _RETIRED.keys():
-                neutral, replacement = _RETIRED[name]
-                if data[name] != neutral:
+        for section, retired in _RETIRED.items():
+            table = values.get(section)
+            if not isinstance(table, Mapping):
+                continue
+            for name in table.keys() & retired.keys():
+                neutral, replacement = retired[name]
+                if table[name] != neutral:
                     raise InvalidValueError(
-                        f"data.{name}={data[name]} is gone; {replacement}"
+                        f"{section}.{name}={table[name]} is gone; {replacement}"
                     )
-            kept = {name: data[name] for name in data if name not in _RETIRED}
-            values = {**values, "data": kept}
+            kept = {name: table[name] for name in table if name not in retired}
+            values = {**values, section: kept}
         return read_fields(cls, values, "")
 
 
@@ -378,9 +371,7 @@ def _check_multiple(
 
 # The settings of a run that can be axes of a grid, with their sections.
 SETTINGS: dict[str, str] = {
-    **dict.fromkeys(
-        ("d_model", "n_layers", "n_heads", "head_dim", "parametrisation"), "model"
-    ),
+    **dict.fromkeys(("d_model", "n_layers", "n_heads", "head_dim"), "model"),
     **dict.fromkeys(("context", "batch"), "data"),
     **dict.fromkeys(("schedule", "weight_decay", "decay"), "optim"),
     "steps": "",

@@ -1,4 +1,4 @@
-"""Executes studies: progress, the remaining runs, and the result tables.
+"""Executes studies: the remaining runs, and the result tables.
 
 Any number of processes and machines may execute one plan in one shared directory: each takes the runs that no other has
 claimed, and all end when the study is complete.
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import final
 
 from qkeel.errors import RunDirectoryError
-from qkeel.lab.build_run import check, resolve, threads
-from qkeel.lab.checkpoint import RunState, identity, refuse_mixture
+from qkeel.lab.build_run import check, resolve
+from qkeel.lab.checkpoint import identity, refuse_mixture
 from qkeel.lab.config import RunConfig
 from qkeel.lab.executors import Job, Outcome, default_jobs, outcomes, parse_executor
 from qkeel.lab.lengths import check_methods, long_rows, missing
@@ -25,8 +25,6 @@ from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun, Study
 from qkeel.lab.studies import find_study
 from qkeel.lab.study_file import joined_study, read_study, study_of
 from qkeel.lab.tasks import load_task
-from qkeel.lab.train import evaluate, measure_probe, train_step
-from qkeel.lab.tuning import TUNING_FOLDER, tuned_plan, tuning_plan
 from qkeel.options import Json
 from qkeel.records import (
     EXTRAPOLATION_COLUMNS,
@@ -37,63 +35,7 @@ from qkeel.records import (
     write_text,
 )
 from qkeel.records.disk import remove_leftovers
-from qkeel.records.file_formats import parse_json
 from qkeel.records.run_directory import locked
-
-# Progress of a study, read from its files, and an estimate of its duration from a few timed steps.
-
-# Steps; what the first one allocates and compiles is not counted.
-_TIMED = 3
-# Steps between records by default, each with the statistics of the probe.
-_CADENCE = 10
-
-
-def last_step(directory: Path) -> int:
-    """Returns the last recorded step of a run, or 0 if there is none; reads only the end of the file."""
-    try:
-        path = directory / "metrics.jsonl"
-        with open(path, "rb") as file:
-            file.seek(0, 2)
-            # One line of metrics is far shorter.
-            file.seek(max(0, file.tell() - 4096))
-            # What follows the last line end was torn by a crash.
-            line = file.read().split(b"\n")[-2] + b"\n"
-        return int(parse_json(line)["step"])
-    except (OSError, IndexError, ValueError, KeyError, TypeError):
-        return 0
-
-
-def estimate_seconds(runs: Sequence[PlannedRun], workers: int) -> float:
-    """Estimates the duration in seconds of the runs with this many workers, by timing a few steps of the first run.
-
-    Raises: any error that these steps raise.
-    """
-    if not runs or workers < 1:
-        return 0.0
-    config = resolve(runs[0].config)
-    with threads(config.threads):
-        start = time.perf_counter()
-        state = RunState(config)
-        # Before and after training, so that setting up is about as long as the second one.
-        evaluate(state)
-        around_training = 2 * (time.perf_counter() - start)
-        loss, _ = train_step(state, 0)
-        # Reads a result, so the device is idle when timing starts.
-        measure_probe(state)
-        start = time.perf_counter()
-        for step in range(_TIMED):
-            loss, _ = train_step(state, step)
-        # Waits for the device.
-        float(loss)
-        trained = time.perf_counter()
-        measure_probe(state)
-        measured = time.perf_counter()
-        seconds_per_step = (trained - start) / _TIMED + (measured - trained) / _CADENCE
-    steps = sum(run.config.steps for run in runs)
-    return (steps * seconds_per_step + len(runs) * around_training) / min(
-        workers, len(runs)
-    )
-
 
 # Execution of a plan in a directory, which may already contain a part of the same study.
 
@@ -222,8 +164,6 @@ def run_plan(
             written to.
     """
     out = Path(out)
-    if plan.grid.tuning_seeds and not plan.tuned:
-        plan = tune(plan, out, execution)
     # All processes of a study write study.json, so a plan is joined with what is there while no other one writes.
     with _alone(out):
         # Otherwise the computing machines check this.
@@ -243,17 +183,6 @@ def run_plan(
         with _alone(out):
             table, long_table = write_tables(out)
     return StudyResult(path=out, table=table, long_table=long_table, failures=failures)
-
-
-def tune(plan: Plan, out: Path, execution: Execution) -> Plan:
-    """Executes the remaining tuning runs, and returns the plan with the best learning rate of each remedy.
-
-    Raises:
-        RunDirectoryError: a tuning run has not finished, or the directory contains another study.
-    """
-    return tuned_plan(
-        plan, run_plan(tuning_plan(plan), out / TUNING_FOLDER, execution).table
-    )
 
 
 def write_tables(out: Path) -> tuple[list[Json], list[Json]]:
@@ -286,7 +215,7 @@ def run_directory(out: Path, run: PlannedRun) -> Path:
 
 
 def pending(plan: Plan, out: Path) -> list[PlannedRun]:
-    """Returns the unfinished or damaged runs in the order in which they begin.
+    """Returns the unfinished runs in the order in which they begin.
 
     The longest come first, so that workers finish at about the same time; of equally long ones the primary comparison,
     and then one seed after the other, so that a page about an unfinished study has whole comparisons.
@@ -301,7 +230,7 @@ def pending(plan: Plan, out: Path) -> list[PlannedRun]:
 
 def _is_pending(plan: Plan, out: Path, run: PlannedRun) -> bool:
     directory = RunDirectory(run_directory(out, run))
-    if directory.status is not RunStatus.DONE or directory.damage():
+    if directory.status is not RunStatus.DONE:
         return True
     return plan.contexts is not None and bool(
         missing(directory, plan.contexts.of(run.name))
@@ -373,9 +302,7 @@ def _study(out: Path, plan: Plan, command: str) -> Json:
     # A directory of runs without study.json may be anything, so nothing is added to it.
     if (out / "study.json").exists():
         return joined_study(out, read_study(out), new)
-    if out.exists() and any(
-        not p.name.startswith("lock") and p.name != TUNING_FOLDER for p in out.iterdir()
-    ):
+    if out.exists() and any(not p.name.startswith("lock") for p in out.iterdir()):
         raise RunDirectoryError(
             f"{out} is not empty and has no study.json, so it is not a study directory. "
             "Choose another directory; nothing was changed."

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkeel.errors import DamagedFileError, RefusedError, caution
+from qkeel.errors import RefusedError
 from qkeel.lab.angles import Range, attentions, cosine_ranges, outside
 from qkeel.lab.build_run import autocast, layers, resolve, threads
 from qkeel.lab.checkpoint import RunState, load
@@ -27,8 +27,8 @@ from qkeel.lab.text import load as load_corpus
 from qkeel.lab.train import train_step
 from qkeel.options import Json, lookup, parse
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, append_line
-from qkeel.records.disk import cut, remove, sync
-from qkeel.records.file_formats import JSONObject, whole_bytes
+from qkeel.records.disk import cut, sync
+from qkeel.records.file_formats import whole_bytes
 from qkeel.spec import PRESETS, AttentionSpec
 
 # Tokens per forward pass.
@@ -81,7 +81,8 @@ def stretched(
 
 def missing(directory: RunDirectory, contexts: LongContexts) -> list[tuple[str, int]]:
     """Returns the pairs of method and length that have not been measured for a run."""
-    done = {(line["posthoc"], line["test_length"]) for line in _known(directory)}
+    lines = directory.long_contexts()
+    done = {(line["posthoc"], line["test_length"]) for line in lines}
     return [pair for pair in contexts.pairs if pair not in done]
 
 
@@ -99,17 +100,10 @@ def measure(
     path = directory.path / FILE
     with claimed(directory, wait), threads(config.threads):
         run = RunState(config)
-        try:
-            step = load(directory, run).step if directory.checkpoint.exists() else 0
-        except DamagedFileError:
-            # So that the same command trains it again.
-            remove([directory.path / "DONE"])
-            raise
-        # Nothing is appended to a torn line or to a damaged file.
-        if _known(directory):
+        step = load(directory, run).step if directory.checkpoint.exists() else 0
+        # Nothing is appended to a torn line.
+        if path.exists():
             cut(path, whole_bytes(path))
-        else:
-            remove([path])
         baselines: dict[int, _AsTrained] = {}
         for text, length in missing(directory, contexts):
             try:
@@ -126,17 +120,6 @@ def measure(
                 measured = {"refused": str(refusal)}
             append_line(path, {"posthoc": text, "test_length": length, **measured})
         sync([path])
-
-
-def _known(directory: RunDirectory) -> list[JSONObject]:
-    """Returns the lines of a run's results, or [] if a line is damaged, so that everything is measured again."""
-    try:
-        return directory.long_contexts()
-    except DamagedFileError as damage:
-        caution(
-            f"{str(damage).rstrip('.')}. All results in this file will be measured again."
-        )
-        return []
 
 
 class _AsTrained:

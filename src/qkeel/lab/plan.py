@@ -19,8 +19,6 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "Sequence[int]": (int,),
     "Sequence[float]": (int, float),
 }
-# Source: Wortsman et al. 2023, arXiv 2309.14322, section 2.1.
-FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 
 
 @final
@@ -35,8 +33,6 @@ class Grid:
     combination of values. Remedies are compared only within a part, because the same learning rate has a different
     effect with a different optimizer or width.
 
-    With tuning seeds, each remedy runs in every part at its best rate on those seeds.
-
     >>> Grid(remedies=["none"], lrs=[0.1, 0.01], seeds=[1, 0]).lrs
     (0.01, 0.1)
     """
@@ -47,7 +43,6 @@ class Grid:
     blocks: Sequence[str] = ()  #: "mha", "mla", "gau"
     optimizers: Sequence[str] = ()  #: "adamw", "sgd", "muon"
     mixes: Sequence[str] = ()  #: names of mixes of text and images
-    tuning_seeds: Sequence[int] = ()  #: seeds on which each remedy's rate is chosen
     d_model: Sequence[int] = ()  #: width of the model
     n_layers: Sequence[int] = ()  #: number of blocks
     n_heads: Sequence[int] = ()  #: number of query heads per block
@@ -55,7 +50,6 @@ class Grid:
     context: Sequence[int] = ()  #: number of tokens per sequence
     batch: Sequence[int] = ()  #: number of sequences per step
     steps: Sequence[int] = ()  #: number of optimizer steps per run
-    parametrisation: Sequence[str] = ()  #: "standard" or "mup"
     schedule: Sequence[str] = ()  #: "constant", "cosine" or "wsd"
     weight_decay: Sequence[float] = ()  #: weight decay of matrices, at least 0
     decay: Sequence[str] = ()  #: "coupled" or "independent" weight decay
@@ -67,11 +61,6 @@ class Grid:
                 raise InvalidValueError(f"expected at least one of {name}, got none")
         object.__setattr__(self, "lrs", tuple(sorted({float(lr) for lr in self.lrs})))
         object.__setattr__(self, "seeds", tuple(sorted(self.seeds)))
-        if overlap := sorted(set(self.seeds).intersection(self.tuning_seeds)):
-            raise InvalidValueError(
-                f"expected tuning seeds that no compared run has, got {overlap} in both. A rate chosen on the compared "
-                "seeds makes its remedy look better than it is; give other --tuning-seeds"
-            )
 
     def settings(self) -> Json:
         """Returns the values of each axis that is a setting; an empty axis takes its value from the configuration."""
@@ -216,8 +205,6 @@ class Plan:
     runs: Sequence[PlannedRun]  #: the runs, in the order of the table
     #: tests at longer lengths, or None for no tests
     contexts: LongContexts | None = None
-    #: the chosen rate of each remedy of each role; see `tuned_plan`
-    tuned: Sequence[Json] = ()
     #: the primary comparison of the study, if it has one
     primary: Primary | None = None
 
@@ -230,17 +217,17 @@ class Plan:
 
 
 Request = tuple[RunConfig, Grid, LongContexts | None]
-# Options by name, from a command line or a recipe.
+# Options by name, from a command line.
 StudyOptions = Mapping[str, Any]
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class StudyOption:
-    """An option of a study: a flag of its command, and a key in the table [study] of a recipe.
+    """An option of a study: a flag of its command.
 
-    `kind` is the type, like int or list[str]; a list takes several words, and bool is a switch, which recipes do not
-    have. `about` is the help text, including the default.
+    `kind` is the type, like int or list[str]; a list takes several words, and bool is a switch. `about` is the help
+    text, including the default.
     """
 
     name: str
@@ -252,28 +239,12 @@ AXIS_OPTIONS = (
     StudyOption("remedies", list[str], "Spec strings of the remedies."),
     StudyOption("lrs", list[float], "Peak learning rates."),
     StudyOption("seeds", list[int], "Seeds for weights and batches [default: 0 1 2]."),
-    StudyOption(
-        "full_grid",
-        bool,
-        "Use seven learning rates over three decades, from 0.0003 to 0.3.",
-    ),
-    StudyOption(
-        "tune",
-        Literal["lr"],
-        "Compare each remedy at its best learning rate, chosen on separate seeds.",
-    ),
-    StudyOption(
-        "tuning_seeds",
-        list[int],
-        "Seeds for choosing the learning rates [default: 1000 1001 1002].",
-    ),
 )
 OPTIMIZERS = StudyOption(
     "optimizers",
     list[Literal["adamw", "sgd", "muon"]],
     "Optimizers to compare [default for mla: adamw muon].",
 )
-TUNING_SEEDS = (1000, 1001, 1002)
 
 
 def on_axes(base: RunConfig, default: Grid, given: StudyOptions) -> Request:
@@ -282,10 +253,6 @@ def on_axes(base: RunConfig, default: Grid, given: StudyOptions) -> Request:
         name: given.get(name) or values
         for name, values in dataclasses.asdict(default).items()
     }
-    if given.get("full_grid"):
-        axes["lrs"] = FULL_GRID
-    if given.get("tune") and not given.get("tuning_seeds"):
-        axes["tuning_seeds"] = TUNING_SEEDS
     return base, Grid(**axes), None
 
 

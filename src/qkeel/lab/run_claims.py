@@ -17,7 +17,6 @@ from qkeel.errors import (
     DamagedFileError,
     RunDirectoryError,
     RunInUseError,
-    caution,
     reported,
 )
 from qkeel.lab.config import RunConfig
@@ -76,13 +75,6 @@ class Claim:
         ):
             run_directory.open(config.to_dict())
         remove([run_directory.path / "FAILED"])
-        if run_directory.status is RunStatus.DONE and (
-            damage := run_directory.damage()
-        ):
-            caution(
-                f"{str(damage).rstrip('.')}. The damaged part of the run will be repeated."
-            )
-            remove([run_directory.path / "DONE"])
 
     def is_held_elsewhere(self) -> bool:
         """True if another machine holds the claim and it has not expired."""

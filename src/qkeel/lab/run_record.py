@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from qkeel import metrics
 from qkeel.capture.calls import Seen, statistics
-from qkeel.errors import DamagedFileError, RefusedError, RunDirectoryError, caution
+from qkeel.errors import DamagedFileError, RefusedError, RunDirectoryError
 from qkeel.functional.bounds import repeat_groups
 from qkeel.functional.class_statistics import ClassStats, TokenClasses
 from qkeel.functional.norms import widest
@@ -303,9 +303,6 @@ def summarize(config: RunConfig, records: Sequence[Json], cpu_seconds: float) ->
     They are followed by the last values of additional task fields.
     """
     first, last = records[0], records[-1]
-    losses = [
-        record["train_loss"] for record in records if record["train_loss"] is not None
-    ]
     return {
         "remedy": config.remedy,
         "lr": config.optim.lr,
@@ -324,7 +321,6 @@ def summarize(config: RunConfig, records: Sequence[Json], cpu_seconds: float) ->
         "capped_max_logit": largest(record["capped_max_logit"] for record in records),
         "max_abs_logit": largest(record["max_abs_logit"] for record in records),
         "init_loss": first["val_loss"],
-        "spike_score": metrics.spike_score(losses),
         "block": config.model.block,
         "optimizer": config.optim.name,
         "status": "done",
@@ -374,15 +370,14 @@ class RunRecord:
         self.stopped = False
         # Steps and wall time since the last record.
         self._trained, self._seconds = 0, 0.0
-        # Number of autopilot events already written.
-        self._noted = 0
         # Number of skipped steps already reported.
         self._skipped = 0
 
     def prepare(self, command: str) -> None:
         """Sets the directory and the weights to the step of the checkpoint, or to step 0 if there is no record.
 
-        If the checkpoint or a file on which it relies is damaged, the run starts again.
+        Raises:
+            RunDirectoryError: the checkpoint or a file on which it relies is damaged, which a kill cannot cause.
         """
         about = environment(
             self.config, self.state.task.corpus, self.state.model, command
@@ -390,8 +385,9 @@ class RunRecord:
         try:
             checkpoint = self._checkpoint(about)
         except DamagedFileError as damage:
-            caution(f"{str(damage).rstrip('.')}. The run starts again.")
-            checkpoint = None
+            raise RunDirectoryError(
+                f"{str(damage).rstrip('.')}. Restore it, or delete {self.directory.path} to run again."
+            ) from damage
         if checkpoint is None:
             self.directory.start_again()
             write_json(self.directory.path / "env.json", about)
@@ -407,10 +403,7 @@ class RunRecord:
             self.step = checkpoint.progress.step
             # Time goes on where the killed process was when it saved.
             self._clock -= checkpoint.progress.cpu_seconds
-            self._noted, self._skipped = (
-                len(self.state.events),
-                self.state.skipped_steps,
-            )
+            self._skipped = self.state.skipped_steps
             self._event("resumed")
 
     @property
@@ -473,7 +466,6 @@ class RunRecord:
     def save(self) -> None:
         """Replaces the checkpoint after syncing all earlier records to the disk."""
         self._claim.check()
-        self._write_events()
         # The checkpoint names the sizes of the files, so they must be on the disk before it is.
         self.directory.sync()
         save(
@@ -484,8 +476,6 @@ class RunRecord:
 
     def finish(self) -> None:
         """Writes the summary and marks the run as done."""
-        self._write_events()
-        self.state.close()
         records = self.directory.metrics()
         self.directory.finish(summarize(self.config, records, self._cpu_seconds()))
 
@@ -561,15 +551,7 @@ class RunRecord:
         self._trained, self._seconds = 0, 0.0
         self.heads.append(step, dict(zip(PROBE_FIELDS, probe.heads)))
         append_line(self.directory.path / "metrics.jsonl", record)
-        self._write_events()
         self.watcher.on_record(record)
-
-    def _write_events(self) -> None:
-        """Writes the autopilot's new events."""
-        events = self.state.events
-        for event in events[self._noted :]:
-            append_line(self.directory.path / "events.jsonl", event)
-        self._noted = len(events)
 
     def _event(self, text: str) -> None:
         append_line(

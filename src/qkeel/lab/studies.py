@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
 from typing import Literal
 
 from qkeel.errors import check_known
@@ -204,44 +203,12 @@ def _trained(form: str, base: RunConfig) -> dict[str, str]:
     return {"attention": attention, "position": position or base.model.position}
 
 
-def by_position(forms: Sequence[str], positions: Sequence[str]) -> list[str]:
-    """Combines each form with each position encoding in the notation of layer_specs; rope needs no suffix.
-
-    >>> by_position(["kna"], ["rope", "alibi"])
-    ['kna', 'kna+alibi']
-    """
-    return [
-        form if position == "rope" else f"{form}+{position}"
-        for form in forms
-        for position in positions
-    ]
-
-
-def continued(length: int) -> list[str]:
-    """Returns the methods to compare by continued training at a length: KNA unchanged, and several for the baseline.
-
-    Source: kexue.fm 9859; ABF: Xiong et al. 2023, arXiv 2309.16039.
-    """
-    return [
-        f"kna/none@{length}",
-        f"baseline/none@{length}",
-        f"baseline/pi@{length}",
-        f"baseline/abf@{length}",
-    ]
-
-
 OPTIONS = (
     StudyOption(
         "forms",
         list[str],
-        "Forms of attention: presets, or preset+position [default: baseline qna kna cosa, each with and without "
-        "_logn].",
-    ),
-    StudyOption(
-        "positions",
-        list[str],
-        "Position encodings to combine with each form: rope, nope, alibi, kerple_log, xpos, hwfa, rerope "
-        "[default: rope].",
+        "Forms of attention: presets, or preset+position as in kna+alibi [default: baseline qna kna cosa, each with "
+        "and without _logn].",
     ),
     StudyOption(
         "blocks",
@@ -254,14 +221,6 @@ OPTIONS = (
         list[str],
         "Methods that change the trained attention, like ntk, rerope:window=16 or rerope+log_n; kna/ntk changes only "
         "the form kna [default: none, and rerope and ntk for baseline and kna].",
-    ),
-    StudyOption(
-        "continue_at",
-        int,
-        "Continue training at this length in tokens: kna unchanged, and baseline unchanged, with pi and with abf.",
-    ),
-    StudyOption(
-        "continue_steps", int, "Number of steps of continued training [default: 100]."
     ),
     StudyOption(
         "test_lengths",
@@ -283,9 +242,7 @@ def request(base: RunConfig, default: Grid, given: StudyOptions) -> Request:
     length = given.get("train_length", base.data.context)
     base = with_values(base, data={"context": length})
     grid = Grid(
-        remedies=by_position(
-            given.get("forms") or default.remedies, given.get("positions") or ["rope"]
-        ),
+        remedies=given.get("forms") or default.remedies,
         lrs=(base.optim.lr,),
         seeds=given.get("seeds") or default.seeds,
         blocks=given.get("blocks") or default.blocks,
@@ -294,12 +251,8 @@ def request(base: RunConfig, default: Grid, given: StudyOptions) -> Request:
             for axis, values in default.settings().items()
         },
     )
-    continued_methods = (
-        continued(given["continue_at"]) if "continue_at" in given else []
-    )
     contexts = LongContexts(
-        posthoc=[*given.get("posthoc", CONTEXTS.posthoc), *continued_methods],
-        continue_steps=given.get("continue_steps", CONTEXTS.continue_steps),
+        posthoc=given.get("posthoc", CONTEXTS.posthoc),
         test_lengths=given.get("test_lengths", (8 * length,)),
         sequences=given.get("test_sequences", CONTEXTS.sequences),
     )
@@ -356,7 +309,6 @@ MIXES: dict[str, dict[str, object]] = {
 _OPTIONS = {
     "share": "image_share",
     "variance": "image_variance",
-    "first": "image_first",
     "norm": "norm_order",
 }
 

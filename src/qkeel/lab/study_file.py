@@ -8,7 +8,6 @@ from pathlib import Path
 
 from qkeel.errors import RunDirectoryError
 from qkeel.lab.plan import Grid, Plan
-from qkeel.lab.tuning import check_choices
 from qkeel.options import Json
 from qkeel.records.disk import refuse_path
 from qkeel.records.file_formats import read_object
@@ -30,7 +29,6 @@ def study_of(plan: Plan, command: str) -> Json:
         "command": command,
         **dataclasses.asdict(plan.grid),
         "contexts": plan.contexts and dataclasses.asdict(plan.contexts),
-        "tuned": list(plan.tuned) or None,
         "primary": primary and dataclasses.asdict(primary),
         "runs": entries,
         "base": plan.bases(),
@@ -65,11 +63,6 @@ def joined_study(out: Path, old: Json, new: Json) -> Json:
     }
     if "contexts" in new:
         about["contexts"] = _joined_contexts(old.get("contexts"), new["contexts"])
-    if "tuned" in new:
-        check_choices(old["tuned"], new["tuned"], out)
-        choices = [*old["tuned"], *new["tuned"]]
-        by_role = {(choice["role"], choice["remedy"]): choice for choice in choices}
-        about["tuned"] = list(by_role.values())
     return _in_order(about)
 
 
@@ -112,8 +105,6 @@ def _check_same_study(out: Path, old: Json, new: Json) -> None:
     changes = []
     if old["study"] != new["study"]:
         changes.append(f"study: {old['study']}, not {new['study']}")
-    if ("tuned" in old) != ("tuned" in new):
-        changes.append("tune: whether each remedy is compared at its own rate")
     if old.get("primary") != new.get("primary"):
         changes.append("primary: the primary comparison of the study")
     for role, base in new["base"].items():

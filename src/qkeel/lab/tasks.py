@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -20,9 +19,9 @@ from torch import Tensor, nn
 from qkeel.errors import DataError, InvalidValueError
 from qkeel.lab.build_run import build_decoder, build_translator, build_vit
 from qkeel.lab.config import ImagesConfig, RunConfig
-from qkeel.lab.images import Pictures, grey, load_pictures, patches
+from qkeel.lab.images import WORDS, Digits, load_digits, patches
 from qkeel.lab.second_language import translated
-from qkeel.lab.text import Corpus, batch, bigram_loss, heldout, load, spread
+from qkeel.lab.text import Corpus, batch, heldout, load, spread
 from qkeel.nn import FusedEmbedding
 
 # The interface of tasks.
@@ -99,36 +98,29 @@ class Task(abc.ABC):
 
 @final
 class VisionTask(Task):
-    """Classification of images by a small vision transformer. Each token is a patch, and pixels are standardised."""
+    """Classification of digits by a small vision transformer. Each token is a patch, and pixels are standardised."""
 
     classifies = True
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        pictures = load_pictures(config.images.images, config.images.image_size)
-        if len(pictures.classes) < 2:
-            raise DataError(
-                f"{config.images.images} has {len(pictures.classes)} classes; vision expects at least 2: a folder "
-                "with one subfolder per class, or digits"
-            )
-        train = pictures.pixels[~pictures.held]
-        # Images of one grey have no deviation.
-        deviation = float(train.std()) or 1.0
+        digits = load_digits()
+        train = digits.pixels[~digits.held]
         tokens = patches(
-            (pictures.pixels - train.mean()) / deviation, config.images.patch
+            (digits.pixels - train.mean()) / float(train.std()), config.images.patch
         )
         self._patches = torch.from_numpy(
             tokens.reshape(len(tokens), -1, tokens.shape[-1]).astype(np.float32)
         )
-        self._labels = torch.from_numpy(pictures.labels)
+        self._labels = torch.from_numpy(digits.labels)
         # Images are held out by content, so that copies of an image are on one side.
-        self._sides = [np.flatnonzero(side) for side in (~pictures.held, pictures.held)]
+        self._sides = [np.flatnonzero(side) for side in (~digits.held, digits.held)]
         flat = [self._patches[side].flatten(0, 1).numpy() for side in self._sides]
         self.corpus = Corpus(
-            name=pictures.name,
-            vocab_size=len(pictures.classes),
+            name="digits",
+            vocab_size=len(WORDS),
             loss_unit="image",
-            sha256=pictures.sha256,
+            sha256=digits.sha256,
             train=flat[0],
             heldout=flat[1],
             ends=np.array([len(flat[1])]),
@@ -187,13 +179,10 @@ class FusedTask(Task):
             raise DataError(
                 f"captions are bytes, so the text must also be bytes; {config.data.source} contains tokens"
             )
-        self.pictures = load_pictures(self.images.images, self.images.image_size)
-        self.codes = _codes(self.pictures, self.images)
-        self._captions = [
-            (caption + "\n").encode() for caption in self.pictures.captions
-        ]
+        self.digits = load_digits()
+        self.codes = _codes(self.digits, self.images)
         self.train, self.held = (
-            np.flatnonzero(side) for side in (~self.pictures.held, self.pictures.held)
+            np.flatnonzero(side) for side in (~self.digits.held, self.digits.held)
         )
         self._check_room()
         share = self.images.image_share
@@ -205,9 +194,9 @@ class FusedTask(Task):
             else self.kinds
         )
         digest = hashlib.sha256(
-            (self.text.sha256 + self.pictures.sha256).encode()
+            (self.text.sha256 + self.digits.sha256).encode()
         ).hexdigest()
-        name = f"{self.text.name} and {self.pictures.name}"
+        name = f"{self.text.name} and digits"
         size = BEGIN + 1 + self.images.levels**self.images.patch**2
         self.corpus = dataclasses.replace(
             self.text, name=name, vocab_size=size, loss_unit="token", sha256=digest
@@ -215,8 +204,9 @@ class FusedTask(Task):
 
     def _check_room(self) -> None:
         config, room = self.images, self.config.data.context
-        longest = max(map(len, self._captions)) + config.canvas - 1
-        tokens = 1 + config.canvas * (config.image_size // config.patch) ** 2
+        # Words are joined by spaces, and the caption ends with a line end.
+        longest = (max(map(len, WORDS)) + 1) * config.canvas
+        tokens = 1 + config.canvas * self.codes[0].size
         if tokens + longest > room + 1:
             raise InvalidValueError(
                 f"a canvas of {config.canvas} images needs {tokens} tokens and the longest caption {longest}; expected "
@@ -234,10 +224,7 @@ class FusedTask(Task):
         count = int(config.image_share * data.batch + rng.random())
         rows = []
         for i, window in enumerate(windows):
-            several, first = (
-                rng.integers(1, config.canvas + 1),
-                rng.random() < config.image_first,
-            )
+            several, first = rng.integers(1, config.canvas + 1), rng.random() < 0.5
             which = rng.choice(self.train, several)
             rows.append(self._row(window, which if i < count else (), first))
         return _examples(rows)
@@ -261,9 +248,8 @@ class FusedTask(Task):
             return text, np.full(len(text), TEXT)
         canvas = np.concatenate([self.codes[i] for i in which], axis=1).ravel()
         picture = np.concatenate([[BEGIN], BEGIN + 1 + canvas])
-        caption = np.frombuffer(
-            b" ".join(self._captions[i].strip() for i in which) + b"\n", np.uint8
-        )
+        words = " ".join(WORDS[self.digits.labels[i]] for i in which)
+        caption = np.frombuffer(f"{words}\n".encode(), np.uint8)
         pair = (
             ((picture, IMAGE), (caption, CAPTION))
             if first
@@ -304,15 +290,12 @@ class FusedTask(Task):
             (codes[:, None] // levels ** np.arange(width)) % levels + 0.5
         ) / levels
         trained_pixels = pixels[self.codes[self.train].ravel()]
-        # Images of a single grey would have no spread to divide by.
         return torch.from_numpy(
-            ((pixels - trained_pixels.mean()) / (trained_pixels.std() or 1.0)).astype(
-                np.float32
-            )
+            ((pixels - trained_pixels.mean()) / trained_pixels.std()).astype(np.float32)
         )
 
 
-def _codes(pictures: Pictures, config: ImagesConfig) -> np.ndarray:
+def _codes(digits: Digits, config: ImagesConfig) -> np.ndarray:
     """Returns the code of every patch [n rows columns]: Σ level_i · levels^i over its pixels."""
     width = config.patch**2
     if config.levels**width > MAX_CODES:
@@ -320,7 +303,7 @@ def _codes(pictures: Pictures, config: ImagesConfig) -> np.ndarray:
             f"{config.levels} levels for {width} pixels make {config.levels**width:,} codes; expected at most "
             f"{MAX_CODES:,}. Give fewer --levels or a smaller --patch"
         )
-    pixels = patches(grey(pictures.pixels), config.patch)
+    pixels = patches(digits.pixels, config.patch)
     # White, which is 1, belongs to the highest level.
     level = np.minimum((pixels * config.levels).astype(np.int64), config.levels - 1)
     return level @ config.levels ** np.arange(width)
@@ -457,40 +440,6 @@ class TextTask(Task):
 def _next_tokens(windows: np.ndarray) -> Examples:
     tokens = torch.from_numpy(windows)
     return Examples(tokens[:, :-1], tokens[:, 1:])
-
-
-# Tokens; counting more takes seconds.
-_MOST_COUNTED = 1 << 22
-
-
-def counted_bigrams(config: RunConfig) -> float | None:
-    """Returns the held-out loss of bigrams counted on the text that a run reads, in the unit of the run's losses.
-
-    Returns None if the task is not text, or if the run is long.
-    """
-    size = config.steps * config.data.batch * config.data.context
-    if config.data.task != "text" or size > _MOST_COUNTED:
-        return None
-    text_only = RunConfig(
-        data=config.data,
-        seed=config.seed,
-        steps=config.steps,
-        eval_sequences=config.eval_sequences,
-    )
-    return _counted_bigrams(text_only)
-
-
-@functools.lru_cache(maxsize=64)  # runs of one seed read the same text
-def _counted_bigrams(config: RunConfig) -> float:
-    task = TextTask(config)
-    held = task.heldout(config.eval_sequences)
-    windows = [_windows(task.batch(config.seed, step)) for step in range(config.steps)]
-    return bigram_loss(np.concatenate(windows), _windows(held), task.corpus.vocab_size)
-
-
-def _windows(examples: Examples) -> np.ndarray:
-    """Returns the inputs with the last target appended, which are the original windows [n t]."""
-    return torch.cat([examples.inputs, examples.targets[:, -1:]], 1).numpy()
 
 
 TASKS: dict[str, type[Task]] = {

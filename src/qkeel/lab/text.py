@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import glob
 import hashlib
 import os
 import sysconfig
@@ -20,7 +19,6 @@ import numpy as np
 
 from qkeel.errors import DataError, reported
 from qkeel.lab.config import DataConfig
-from qkeel.options import lookup
 from qkeel.records.disk import read_file
 
 # Sources of documents: CPython's standard library, files and folders.
@@ -52,24 +50,13 @@ _NOT_STDLIB = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TextSource:
-    """Texts as bytes, with the name of their source. A corpus of several documents is split between documents if
-    possible; see `split`."""
-
-    name: str
-    texts: tuple[bytes, ...]
-
-
-def read_documents(source: str) -> TextSource:
+def read_documents(source: str) -> tuple[bytes, ...]:
     """Reads the documents of any source other than a .bin file; see DataConfig.source.
 
-    >>> len(read_documents("stdlib").texts) > 100
+    >>> len(read_documents("stdlib")) > 100
     True
     """
-    if source in BUILT_IN:
-        return BUILT_IN[source]()
-    return TextSource(Path(source).name or source, tuple(_files(source)))
+    return BUILT_IN[source]() if source in BUILT_IN else tuple(_files(source))
 
 
 def read_bytes(path: Path) -> bytes:
@@ -77,7 +64,7 @@ def read_bytes(path: Path) -> bytes:
     return read_file(path, DataError)
 
 
-def _stdlib() -> TextSource:
+def _stdlib() -> tuple[bytes, ...]:
     root = sysconfig.get_path("stdlib")
     paths: list[str] = []
     for folder, folders, names in os.walk(root):
@@ -86,34 +73,23 @@ def _stdlib() -> TextSource:
         paths.extend(
             os.path.join(folder, name) for name in sorted(names) if name.endswith(".py")
         )
-    return TextSource(
-        "stdlib", (*(read_bytes(Path(path)) for path in paths), *_topics().texts)
-    )
+    return (*(read_bytes(Path(path)) for path in paths), *_topics())
 
 
-def _topics() -> TextSource:
+def _topics() -> tuple[bytes, ...]:
     try:
         from pydoc_data import topics
     except ImportError as error:  # some distributions package Python without pydoc_data
         raise DataError(
             "this Python has no pydoc_data, so the corpus 'topics' is not available"
         ) from error
-    return TextSource(
-        "topics", tuple(topics.topics[name].encode() for name in sorted(topics.topics))
-    )
+    return tuple(topics.topics[name].encode() for name in sorted(topics.topics))
 
 
-BUILT_IN: dict[str, Callable[[], TextSource]] = {
+BUILT_IN: dict[str, Callable[[], tuple[bytes, ...]]] = {
     "stdlib": functools.cache(_stdlib),
     "topics": functools.cache(_topics),
 }
-
-
-def _matches(pattern: Path) -> list[Path]:
-    """Returns the files that match a glob pattern, sorted."""
-    return sorted(
-        Path(p) for p in glob.glob(str(pattern), recursive=True) if Path(p).is_file()
-    )
 
 
 def _files(source: str) -> Iterator[bytes]:
@@ -129,14 +105,12 @@ def _files(source: str) -> Iterator[bytes]:
     elif path.exists():
         paths = [path]
     else:
-        paths = _matches(path)
-        if not paths:
-            near = difflib.get_close_matches(source, BUILT_IN, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise DataError(
-                f"cannot find corpus {source!r}: there is no such file or folder, and no file matches it as a pattern."
-                f"{hint} Expected {', '.join(BUILT_IN)} or a path."
-            )
+        near = difflib.get_close_matches(source, BUILT_IN, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise DataError(
+            f"cannot find corpus {source!r}: there is no such file or folder.{hint} Expected {', '.join(BUILT_IN)} or "
+            "a path."
+        )
     for file in paths:
         text = read_bytes(file)
         if b"\0" in text:
@@ -150,9 +124,8 @@ def _files(source: str) -> Iterator[bytes]:
 
 # Share of the bytes that is held out.
 HELD_OUT = 0.1
-# Size limit of a token file.
-_MOST_BYTES = 1 << 35
-_TOKEN_KINDS = {"uint8": "u1", "uint16": "<u2"}
+# Of the files that nanoGPT writes.
+_TOKENS = np.dtype("<u2")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -298,24 +271,20 @@ def split(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
 
 def stamp(source: str) -> tuple[tuple[str, int, int], ...]:
     """Returns a value that changes when the files of the source change."""
-    path = Path(source.partition("#")[0]).expanduser()
+    path = Path(source).expanduser()
+    if source in BUILT_IN:
+        return ()
     try:
-        if source in BUILT_IN:
-            return ()
-        exists = path.exists()
-    except OSError as error:  # e.g. a name that is too long
-        raise DataError(
-            f"cannot use {source!r}: {error.strerror}. Give an existing file or folder."
-        ) from error
-    if not exists:
-        files = _matches(Path(source).expanduser())
-    else:
         # A token file is read together with the val.bin beside it.
         files = (
             sorted(path.rglob("*"))
             if path.is_dir()
-            else [*path.parent.glob("*.bin"), path]
+            else [*path.parent.glob("*.bin"), *[path] * path.exists()]
         )
+    except OSError as error:  # e.g. a name that is too long
+        raise DataError(
+            f"cannot use {source!r}: {error.strerror}. Give an existing file or folder."
+        ) from error
     stats = ((str(file), file.stat()) for file in files)
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
@@ -324,19 +293,17 @@ def stamp(source: str) -> tuple[tuple[str, int, int], ...]:
 def _load(
     source: str, vocab_size: int | None, stamp: tuple[tuple[str, int, int], ...]
 ) -> Corpus:
-    location, _, kind = source.partition("#")
-    path = Path(location).expanduser()
+    path = Path(source).expanduser()
     if source not in BUILT_IN and (
         path.suffix == ".bin" or (path / "train.bin").is_file()
     ):
-        return _tokens(path, kind or "uint16", vocab_size)
-    documents = read_documents(source)
-    train, held = split(documents.texts)
+        return _tokens(path, vocab_size)
+    train, held = split(read_documents(source))
     if not train:
         raise DataError(f"{source} is empty; expected text")
     parts = [np.frombuffer(b"".join(texts), dtype=np.uint8) for texts in (train, held)]
     return _corpus(
-        documents.name,
+        path.name or source,
         "byte",
         parts,
         vocab_size or 256,
@@ -344,13 +311,13 @@ def _load(
     )
 
 
-def _tokens(path: Path, kind: str, vocab_size: int | None) -> Corpus:
+def _tokens(path: Path, vocab_size: int | None) -> Corpus:
     """Reads token files: train.bin with val.bin, as nanoGPT writes them, or one file whose last tenth is held out."""
     path = path / "train.bin" if path.is_dir() else path
     validation = path.with_name("val.bin")
-    tokens = _read_bin(path, kind)
+    tokens = _read_bin(path)
     if path.name == "train.bin" and validation.is_file():
-        parts = [tokens, _read_bin(validation, kind)]
+        parts = [tokens, _read_bin(validation)]
     else:
         cut = len(tokens) - round(HELD_OUT * len(tokens))
         parts = [tokens[:cut], tokens[cut:]]
@@ -362,24 +329,17 @@ def _tokens(path: Path, kind: str, vocab_size: int | None) -> Corpus:
     )
 
 
-def _read_bin(path: Path, kind: str) -> np.ndarray:
-    dtype = np.dtype(lookup("kind of tokens", _TOKEN_KINDS, kind))
+def _read_bin(path: Path) -> np.ndarray:
     with reported(
-        f"cannot read {path}", f". Expected a file of {kind} tokens.", DataError
+        f"cannot read {path}", ". Expected a file of uint16 tokens.", DataError
     ):
         size = path.stat().st_size
-        if size == 0 or size % dtype.itemsize:
+        if size == 0 or size % _TOKENS.itemsize:
             raise DataError(
-                f"{path} has {size} bytes; expected a positive multiple of {dtype.itemsize} for {kind} tokens. To "
-                f"specify another type, write {path.name}#uint8"
-            )
-        if size > _MOST_BYTES:
-            raise DataError(
-                f"{path} has {size >> 30} GiB; expected at most {_MOST_BYTES >> 30}, because the entire corpus is read "
-                "to compute its hash and its largest token. Use a part of the corpus."
+                f"{path} has {size} bytes; expected a positive multiple of {_TOKENS.itemsize}, as tokens are uint16"
             )
         # Mapped, so that a batch reads its windows alone.
-        return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+        return np.asarray(np.memmap(path, dtype=_TOKENS, mode="r"))
 
 
 def _corpus(
@@ -409,47 +369,3 @@ def _corpus(
         heldout=held,
         ends=np.cumsum(lengths or [len(held)]),
     )
-
-
-# A baseline loss without training, where bigram counts of the training windows predict held-out text.
-
-
-def bigram_loss(read: np.ndarray, heldout: np.ndarray, vocab_size: int) -> float:
-    """Returns the mean loss, in nats per token, of bigrams counted in one text and evaluated on another.
-
-    P(b|a) = (c(ab) + u(a) · P(b)) / (c(a) + u(a)), where c(ab) counts how often b follows a, c(a) counts how often any
-    token follows a, u(a) counts how many distinct tokens follow a, and P(b) = (c(b) + 1) / (n + vocab_size). There are
-    no free parameters.
-
-    Args:
-        read: the token windows to count [n t].
-        heldout: the token windows to predict [n t]; all tokens except the first of each window are predicted.
-        vocab_size: the number of tokens.
-
-    Source: Witten & Bell 1991, The zero-frequency problem, method C, interpolated with add-one counts.
-
-    >>> round(bigram_loss(np.array([[0, 1, 0, 1, 0, 1]]), np.array([[0, 1, 0]]), 2), 3)
-    0.162
-    """
-    first, second = (
-        read[:, :-1].ravel().astype(np.int64),
-        read[:, 1:].ravel().astype(np.int64),
-    )
-    pairs, counts = np.unique(first * vocab_size + second, return_counts=True)
-    of_first = np.bincount(first, minlength=vocab_size)
-    kinds = np.bincount(pairs // vocab_size, minlength=vocab_size)
-    single = (np.bincount(second, minlength=vocab_size) + 1) / (
-        len(second) + vocab_size
-    )
-    a, b = (
-        heldout[:, :-1].ravel().astype(np.int64),
-        heldout[:, 1:].ravel().astype(np.int64),
-    )
-    heldout_pairs = a * vocab_size + b
-    # `searchsorted` returns the length for a pair above all that were read.
-    index = np.minimum(np.searchsorted(pairs, heldout_pairs), len(pairs) - 1)
-    together = np.where(pairs[index] == heldout_pairs, counts[index], 0)
-    # Tokens that were never read divide by 1; their probability is replaced below.
-    weight = np.maximum(of_first[a] + kinds[a], 1)
-    probability = (together + kinds[a] * single[b]) / weight
-    return float(-np.log(np.where(of_first[a] > 0, probability, single[b])).mean())

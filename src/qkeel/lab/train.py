@@ -15,7 +15,7 @@ from qkeel.capture.calls import Seen
 from qkeel.errors import RunDirectoryError
 from qkeel.functional.class_statistics import TokenClasses
 from qkeel.functional.logits import z_loss
-from qkeel.lab.build_run import RATE, autocast, check, learning_rate, resolve, threads
+from qkeel.lab.build_run import autocast, check, learning_rate, resolve, threads
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.config import RunConfig
 from qkeel.lab.run_claims import claimed
@@ -170,7 +170,7 @@ def set_rate(state: RunState, step: int) -> None:
     """Sets the learning rate of a step for all parameter groups of the run's optimizer."""
     rate = learning_rate(state.config.optim, step, state.config.steps)
     for group in state.optimizer.param_groups:
-        group["lr"] = rate * group.get(RATE, 1.0)
+        group["lr"] = rate
 
 
 def remember(state: RunState) -> list[Seen]:

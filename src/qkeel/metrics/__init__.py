@@ -12,7 +12,6 @@ from qkeel.metrics.run_scalars import (
     fused_logit_error,
     lr_sensitivity,
     slope,
-    spike_score,
     stored_logit_error,
 )
 from qkeel.metrics.verdict import LAYER_ENTROPY, Health, Status, judged, text_table
@@ -34,7 +33,6 @@ __all__ = [
     "lr_sensitivity",
     "paired_effect",
     "slope",
-    "spike_score",
     "stored_logit_error",
     "text_table",
 ]

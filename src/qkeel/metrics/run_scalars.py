@@ -4,7 +4,6 @@ judged by."""
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -151,31 +150,3 @@ def slope(x: np.ndarray, y: np.ndarray) -> float:
     x = x - x.mean()
     spread = float(x @ x)
     return float(x @ y) / spread if spread > 0 else math.nan
-
-
-def spike_score(
-    losses: Sequence[float], window: int = 16, deviations: float = 6.0
-) -> float:
-    """Returns the share of losses more than `deviations` standard deviations above the mean of the preceding window.
-
-    Losses are those of consecutive logged steps; the first `window` losses are never spikes, except that NaN always is.
-
-    Source: OLMo 2 report (arXiv 2501.00656), section 3, with windows of 1,000 steps and 7 deviations; short runs have
-    fewer points, hence the smaller window here.
-
-    >>> spike_score([1.0, 1.1] * 10 + [9.0] + [1.0] * 4)
-    0.04
-    """
-    if not losses:
-        return 0.0
-    spikes = 0
-    for i, loss in enumerate(losses):
-        before = [x for x in losses[max(0, i - window) : i] if math.isfinite(x)]
-        if math.isnan(loss):
-            spikes += 1
-        elif i >= window and len(before) >= 2:
-            # Equal losses have no deviation; any rise above them counts.
-            spikes += loss > statistics.fmean(before) + deviations * max(
-                statistics.stdev(before), 1e-12
-            )
-    return spikes / len(losses)

@@ -138,16 +138,16 @@ def fitted(
     model: nn.Module,
     sites: Sequence[AttentionSite],
     optimizers: Sequence[torch.optim.Optimizer] = (),
-    not_finite: tuple[str, ...] = (),
 ) -> tuple[Rule, ...]:
     """Returns the rules with the names of this model's weights, and lines of code that can be pasted for it in place of
-    the general lines. not_finite: the weights with NaN or infinity before the first pass.
+    the general lines.
 
     >>> from qkeel.monitor.rules import Growth
     >>> fitted([Growth()], nn.Identity(), [])[0].remedy == HOLD
     True
     """
-    held = hold(model, sites).replace(", optimizer", f", {optimizer_names(optimizers)}")
+    names = "optimizers" if len(optimizers) > 1 else "optimizer"
+    held = hold(model, sites).replace(", optimizer", f", {names}")
     weights = {}
     for site in sites:
         sides = (site.query, site.key)
@@ -157,23 +157,11 @@ def fitted(
     suited = []
     for rule in rules:
         if isinstance(rule, NonFinite):
-            facts = dataclasses.replace(rule.facts, weights=weights, loaded=not_finite)
+            facts = dataclasses.replace(rule.facts, weights=weights)
             rule = dataclasses.replace(rule, facts=facts)
         remedy = rule.remedy.replace(HOLD, held)
         suited.append(dataclasses.replace(rule, remedy=remedy))
     return tuple(suited)
-
-
-def optimizer_names(optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    """Returns the word for the optimizers in a line of code, such as [muon, adamw] for several."""
-    if len(optimizers) < 2:
-        return "optimizer"
-    kinds = [type(optimizer).__name__.lower() for optimizer in optimizers]
-    names = [
-        kind if kinds.count(kind) == 1 else f"{kind}_{i}"
-        for i, kind in enumerate(kinds)
-    ]
-    return f"[{', '.join(names)}]"
 
 
 def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:

@@ -126,15 +126,13 @@ class Origin:
 class Facts:
     """What records do not say, as far as it is known.
 
-    weights: the names of the query weights and of the key weights of each layer. loaded: the weights that were not
-    finite before the first pass. dtype: the number format of the logits. is_fused: whether all attention is by
-    kernels, which give rows without a key zeros.
+    weights: the names of the query weights and of the key weights of each layer. dtype: the number format of the
+    logits. is_fused: whether all attention is by kernels, which give rows without a key zeros.
     """
 
     weights: Mapping[str, tuple[Sequence[str], Sequence[str]]] = dataclasses.field(
         default_factory=dict
     )
-    loaded: tuple[str, ...] = ()
     dtype: str = ""
     is_fused: bool = False
 
@@ -162,11 +160,7 @@ def first_origin(history: History, facts: Facts) -> Origin | None:
         head = int(np.flatnonzero(series[-1, layer] == stage)[0])
     name = _name(history, layer)
     last = functools.partial(_last, history, layer, head or 0)
-    # They were found before the first pass, so they explain the first record and no later one.
-    if facts.loaded and len(history) == 1:
-        stage, head, named = WEIGHTS, None, ", ".join(facts.loaded[:3])
-        meaning = f"in a weight: {named} is not finite before the first pass"
-    elif stage == WEIGHTS:
+    if stage == WEIGHTS:
         meaning = _in_weights(history, with_weights, facts)
     elif stage == DATA:
         meaning = "in the data: what the model is called with has NaN or infinity"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self, final
 
 import numpy as np
@@ -192,31 +192,19 @@ class PlannedRates:
     clock: np.ndarray
 
     @classmethod
-    def of(
-        cls,
-        rates: Sequence[float] | np.ndarray | Callable[[int], float],
-        steps: int | None = None,
-    ) -> Self:
-        """Builds the plan from the learning rate at each step of the run, in the units of the recorded "lr".
+    def of(cls, rates: Sequence[float] | np.ndarray) -> Self:
+        """Builds the plan from the learning rate at each step of the run, in the units of the recorded "lr", starting with
+        that of step 1.
 
-        rates: the rates [steps], starting with that of step 1, or a function of the step, from 1 to `steps`.
-
-        Raises: InvalidValueError if a rate is negative or not a number, or a function is given without `steps`.
+        Raises: ShapeError if the rates are no series, InvalidValueError if one is negative or not a number.
 
         >>> PlannedRates.of([0.1, 0.2, 0.2]).clock.round(3).tolist()
         [0.0, 0.1, 0.3, 0.5]
         """
-        if callable(rates):
-            if steps is None:
-                raise InvalidValueError(
-                    "rates as a function of the step need the number of steps of the run; pass steps="
-                )
-            rates = [rates(step) for step in range(1, steps + 1)]
         known = np.asarray(rates, dtype=np.float64)
-        n = len(known) if steps is None else steps
-        if not n or known.shape != (n,):
+        if known.ndim != 1 or not len(known):
             raise ShapeError(
-                f"expected one learning rate for each of {steps or 'the'} steps, got shape {known.shape}"
+                f"expected one learning rate for each step, got shape {known.shape}"
             )
         if not (np.isfinite(known).all() and (known >= 0).all()):
             raise InvalidValueError(

@@ -12,20 +12,17 @@ from typing import Any, Literal, NamedTuple, Self, final, get_args
 import numpy as np
 
 from qkeel.errors import ShapeError, unknown
-from qkeel.frames import Foreign, Frame, heads_frame, layers_frame, steps_frame
+from qkeel.frames import Foreign, Frame, heads_frame, steps_frame
 from qkeel.monitor.forecast import PlannedRates
 from qkeel.records import (
-    HEAD_FIELDS,
-    LAYER_FIELDS,
     Heads,
     RunDirectory,
     common_steps,
     layer_types,
     layer_values,
-    of_layers,
 )
 
-Rows = Literal["heads", "layers", "steps"]
+Rows = Literal["heads", "steps"]
 
 
 @final
@@ -132,32 +129,13 @@ class History:
         return dataclasses.replace(history, phase=phase)
 
     def frame(self, rows: Rows = "heads") -> Frame:
-        """The records as a table: one row per step, layer and head; one per step and layer, aggregated over heads; or
-        one per step. If layer types are known, rows of layers and heads have a column for the type.
-        """
+        """The records as a table: one row per step, layer and head, or one per step. If layer types are known, rows of
+        heads have a column for the type."""
         if rows == "heads":
             return heads_frame(self.steps, self.layers, self.heads, self.types)
-        if rows == "layers":
-            return layers_frame(self.steps, *self._layers(), self.types)
         if rows != "steps":
             raise unknown("rows of a frame", rows, get_args(Rows))
         return steps_frame(self.steps, self.values)
-
-    def _layers(self) -> tuple[tuple[str, ...], dict[str, np.ndarray]]:
-        """The names of the layers, including blocks without attention, and their numbers by name, [n layers] each."""
-        fields, layers = dict[str, None](), dict.fromkeys(self.layers)
-        for name in self.values:
-            field, _, layer = name.partition("/")
-            if layer and of_layers(field):
-                fields[field] = layers[layer] = None
-        every = dataclasses.replace(self, layers=tuple(layers))
-        columns = {}
-        for name in (*HEAD_FIELDS, *LAYER_FIELDS, *fields):
-            values = every.by_layer(name)
-            if values is not None:
-                width = ((0, 0), (0, len(layers) - values.shape[1]))
-                columns[name] = np.pad(values, width, constant_values=np.nan)
-        return every.layers, columns
 
     def to_pandas(self, rows: Rows = "heads") -> Foreign:
         """The same table as a pandas.DataFrame."""

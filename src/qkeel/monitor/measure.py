@@ -17,7 +17,7 @@ from qkeel.distributed.reduce import WHOLE_MODEL
 from qkeel.errors import caution
 from qkeel.handle import Handle, compose
 from qkeel.monitor.call_statistics import Extra, add_gates
-from qkeel.monitor.finite_stages import first_empty_row, weights_not_finite
+from qkeel.monitor.finite_stages import first_empty_row
 from qkeel.monitor.first_look import FirstLook
 from qkeel.monitor.hidden_states import HiddenStates
 from qkeel.monitor.kept_logits import KeptCall, KeptLogits
@@ -91,7 +91,6 @@ class StepNumbers(Visitor):
         self._unused_scalar: Tensor | None = None
         compares = "chosen" in extras
         self._sparse = SparseAttention(tokens, self._numbers, compares=compares)
-        self.weights_not_finite: tuple[str, ...] = ()
         self._first_look = FirstLook(sites.model)
         # Of the pass that runs, and the call of a module that was looked at last.
         self._gates: GateMode | None = None
@@ -113,7 +112,6 @@ class StepNumbers(Visitor):
         self._tokens.begin(args, kwargs)
         if self._hidden is None:
             self.sites.find()
-            self.weights_not_finite = weights_not_finite(self.sites.model)
             self._hidden = HiddenStates(
                 self.sites.model,
                 [site.name for site in self.sites.all],

@@ -429,13 +429,7 @@ class Monitor(Handle):
         rules = self._rules
         if rules is None:
             rules = rules_for(self._setting.facts())
-        # The weights that had NaN or infinity before the first pass.
-        loaded = [
-            within(numbers.name, weight)
-            for numbers in self._in_order()
-            for weight in numbers.weights_not_finite
-        ]
-        return fitted(rules, self.model, self.sites, self._optimizers, tuple(loaded))
+        return fitted(rules, self.model, self.sites, self._optimizers)
 
     def _described(self) -> Mapping[str, object]:
         description = about(
@@ -594,7 +588,7 @@ class Monitor(Handle):
             # A process that has stopped joins no exchange.
             self._recorder.settle(wait=self._group.several)
         counts = self._counts(phase, stats)
-        vector = self._group.send(stats, numbers, counts, alone=alone)
+        vector = self._group.send(stats, numbers, alone=alone)
         if vector is not None:
             self._calls[phase] += counts["calls"]
             self._seconds += counts.get("milliseconds", 0.0) / 1000

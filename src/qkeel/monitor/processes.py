@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import final
 
@@ -35,7 +34,6 @@ from qkeel.monitor.numbers import Numbers, StatsBySite
 from qkeel.monitor.sample import site_facts
 from qkeel.monitor.step_vector import StepVector, flatten, vector_of
 from qkeel.patching.sharded_models import process_store, running_stage
-from qkeel.records import MONITOR_EXTREMES, MONITOR_FIELDS
 from qkeel.sites.site import AttentionSite
 
 _GONE = "the monitor of another process of this run has switched itself off, or was closed there"
@@ -44,8 +42,6 @@ _APART = (
     "are parts of one model, pass their places: qkeel.watch(..., layout=Layout.of_mesh(mesh, ...)), with Layout from "
     "qkeel.monitor"
 )
-# By the order of MONITOR_EXTREMES: a smallest value travels as the largest of its negatives.
-_SIGNS = (-1.0, 1.0)
 
 
 @final
@@ -140,7 +136,6 @@ class ProcessGroup:
         self,
         stats: StatsBySite,
         numbers: Numbers,
-        monitor: Mapping[str, float],
         *,
         alone: bool,
     ) -> StepVector | None:
@@ -148,7 +143,6 @@ class ProcessGroup:
 
         Args:
             stats, numbers: what this process has measured; without statistics, nothing.
-            monitor: the statistics on its own monitor, keyed by the names in records.MONITOR_FIELDS.
             alone: only this process records the step.
 
         Returns:
@@ -172,26 +166,17 @@ class ProcessGroup:
                     "steps), so the numbers of the processes of this run can't be merged"
                 )
             vector = vector_of(tensors)
-        extremes = [sign * monitor[name] for name in MONITOR_FIELDS for sign in _SIGNS]
 
-        def exchange(
-            vectors: list[Tensor],
-        ) -> tuple[np.ndarray | None, dict[str, float]]:
+        def exchange(vectors: list[Tensor]) -> tuple[np.ndarray | None, float]:
             try:
                 group.reduce_(vectors[0], "max")
                 group.reduce_(vectors[1], "sum")
             except RuntimeError as error:
                 raise InvalidValueError(_GONE) from error
             largest, sums = (x.numpy() for x in vectors)
-            signs = itertools.cycle(_SIGNS)
-            ends = {
-                # No -0.
-                name: sign * value + 0.0
-                for name, value, sign in zip(MONITOR_EXTREMES, largest.tolist(), signs)
-            }
-            return members.join(largest, sums, len(extremes)), ends
+            return members.join(largest, sums), float(sums[0])
 
-        return StepVector(members.table, members.split(vector, extremes), exchange)
+        return StepVector(members.table, members.split(vector), exchange)
 
     def leave(self) -> None:
         """Leaves the group: the other processes learn it in their next exchange."""

@@ -130,17 +130,14 @@ class Recorder:
         ):
             pending = self._pending.pop(0)
             if pending.vector.wait():
-                self._keep_unread(pending)
+                phase, unread = pending.phase, self._unread[pending.phase]
+                if pending.unread is None:
+                    unread.append(pending.vector)
+                elif pending.unread:
+                    self._rests[phase].append(pending.unread)
+                if len(unread) > _UNREAD:
+                    self._unread[phase] = _merged(unread)
                 self._record(pending)
-
-    def _keep_unread(self, pending: PendingStep) -> None:
-        phase, unread = pending.phase, self._unread[pending.phase]
-        if pending.unread is None:
-            unread.append(pending.vector)
-        elif pending.unread:
-            self._rests[phase].append(pending.unread)
-        if len(unread) > _UNREAD:
-            self._unread[phase] = _merged(unread)
 
     def has(self, phase: Phase) -> bool:
         """Returns whether there are statistics of recorded steps that nobody has read."""
@@ -168,7 +165,7 @@ class Recorder:
             layers=self.sites,
             heads=heads,
             phase=phase,
-            monitor={**pending.counts, **vector.ends},
+            monitor={**pending.counts, "processes": vector.n_processes},
             types=self.types,
         )
         self._each(lambda sink: sink.write(sample))

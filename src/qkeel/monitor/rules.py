@@ -27,7 +27,7 @@ from qkeel.monitor.finite_stages import (
 from qkeel.monitor.forecast import Forecast, clock, forecast
 from qkeel.monitor.history import History, RecordPlace
 from qkeel.options import settle
-from qkeel.records import NON_FINITE, explain_field, fold_heads
+from qkeel.records import NON_FINITE, fold_heads
 
 # Alarms and rules; a rule is a condition on records and has no state.
 
@@ -173,31 +173,6 @@ class Rule(abc.ABC):
             head=head,
             cause=self.cause,
         )
-
-    def alarm_at(
-        self,
-        history: History,
-        name: str,
-        series: np.ndarray,
-        scores: np.ndarray,
-        meaning: str,
-    ) -> Alarm | None:
-        """Returns the alarm for the head with the largest score; None if all scores are NaN.
-
-        Args:
-            history: the records.
-            name: the name of the field that the rule judges.
-            series: the field [n layers heads]; the alarm has its last value, and says how it has grown.
-            scores: [layers heads], NaN where there is no reason for an alarm.
-            meaning: the text, with {value} and {score} of that head.
-        """
-        if np.isnan(scores).all():
-            return None
-        at = peak(name, scores)
-        course = at.of(series)
-        value, score = float(course[-1]), float(at.of(scores[None])[0])
-        text = meaning.format(value=value, score=score)
-        return self.alarm(history, text, value, at=at, trend=trend(history, course))
 
 
 def check_options(rule: Rule) -> None:
@@ -724,61 +699,17 @@ class Saturation(Rule):
         starts = np.isfinite(gradients).argmax(0)
         early = np.take_along_axis(gradients, starts[None], 0)[0]
         has_fallen = (gradients[-1] * self.fall < early) & is_spread
-        return self.alarm_at(
-            history,
-            "softmax_gradient",
-            gradients,
-            np.where(has_fallen, spreads, np.nan),
-            "the head is saturated: its softmax passes back {value:.2g} of what uniform attention would, and its largest logit "
-            "lies {score:,.3g} over the mean",
+        if not has_fallen.any():
+            return None
+        at = peak("softmax_gradient", np.where(has_fallen, spreads, np.nan))
+        course = at.of(gradients)
+        value, spread = float(course[-1]), float(spreads[at.layer, at.head])
+        meaning = (
+            f"the head is saturated: its softmax passes back {value:.2g} of what uniform attention would, and its largest "
+            f"logit lies {spread:,.3g} over the mean"
         )
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Over(Rule):
-    """A recorded field exceeds `threshold`; it may be a field of heads, layers, blocks, the model or the monitor
-    itself.
-
-    The names of fields are those in qkeel.records; the monitor's own fields have the prefix monitor_. If several heads
-    or layers exceed the threshold, the alarm names the one with the largest value. The rule does not fire if the field
-    is not recorded.
-
-    >>> Over(field="block_output_channel_ratio", threshold=100.0).name
-    'block_output_channel_ratio over 100'
-    """
-
-    field: str
-    threshold: float
-    cause: str = "a number is over its threshold"
-    # "" stands for the command that explains the field.
-    remedy: str = ""
-
-    def __post_init__(self) -> None:
-        # Raises an error if the field does not exist.
-        explain_field(self.field)
-        if not self.remedy:
-            object.__setattr__(self, "remedy", f"qkeel explain {self.field}")
-
-    @property
-    def name(self) -> str:
-        """The name of the field followed by the threshold."""
-        return f"{self.field} over {self.threshold:g}"
-
-    def check(self, history: History) -> Alarm | None:
-        series, layers = measured(history, self.field), None
-        if self.field not in history.heads:
-            layers = history.by_layer(self.field)
-        if layers is not None:
-            series = layers[..., None]
-        record = series[-1]
-        scores = np.where(record > self.threshold, record, np.nan)
-        meaning = f"{self.field} is {{value:,.4g}}, over {self.threshold:g}"
-        alarm = self.alarm_at(history, self.field, series, scores, meaning)
-        if alarm is not None and layers is not None and history.layers:
-            layer = history.layers[peak(self.field, scores).layer]
-            alarm = dataclasses.replace(alarm, layer=layer)
-        return alarm
+        course_in_words = trend(history, course)
+        return self.alarm(history, meaning, value, at=at, trend=course_in_words)
 
 
 # These rules check every watched run; their thresholds are in thresholds.py.

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from qkeel import distributed as dist
-from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.metrics import text_table
 from qkeel.monitor.cadence import Cadence
 from qkeel.monitor.rules import Alarm, Severity
@@ -67,17 +66,6 @@ class Sample:
     #: type of each layer (see capture.visible_pattern), including layers without logits, which are in no other field
     types: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.phase not in ("train", "eval"):
-            raise InvalidValueError(
-                f"expected phase 'train' or 'eval', got {self.phase!r}"
-            )
-        for name, values in self.heads.items():
-            if values.ndim != 2 or len(values) != len(self.layers):
-                raise ShapeError(
-                    f"expected {name} as [{len(self.layers)} layers, heads], got shape {values.shape}"
-                )
-
     def __repr__(self) -> str:
         """A short description: the step and how much was measured."""
         size = f"{len(self.layers)} layers, {len(self.heads)} numbers per head"
@@ -88,14 +76,6 @@ class Sample:
         records.LAYER_FIELDS or BLOCK_FIELDS; NaN where nothing was measured."""
         values = layer_values(name, self.layers, self.values, self.heads)
         return np.full(len(self.layers), np.nan) if values is None else values
-
-    def of_type(self, layer_type: str, name: str) -> float:
-        """Returns a head or layer field aggregated over the layers of one type; NaN if nothing was measured."""
-        rows = [self.types.get(layer) == layer_type for layer in self.layers]
-        heads = self.heads[measured_field(name)][rows]
-        return (
-            float(fold_heads(name, heads.reshape(1, -1))[0]) if heads.size else math.nan
-        )
 
     def overall(self, name: str) -> float:
         """Returns a head, layer or block field aggregated over the whole model, or else the value with that name, or
@@ -139,7 +119,7 @@ class Sample:
 
     def summaries(self, per_layer: Sequence[str] | None = None) -> dict[str, float]:
         """Returns values keyed as in trackers, such as attn/max_logit and attn/layer_07/max_logit; no value is per head
-        or NaN. If layers have several types, attn/window/max_logit covers all layers of the type "window".
+        or NaN.
 
         per_layer: the fields that get one key per layer; None stands for the fields marked per_layer in
         records.HEAD_FIELDS and LAYER_FIELDS.
@@ -157,12 +137,8 @@ class Sample:
         ]
         names += [n for n in self.values if n in HEAD_FIELDS and n not in self.heads]
         summaries = {f"attn/{name}": self.overall(name) for name in names}
-        types = dict.fromkeys(self.types[x] for x in self.layers if x in self.types)
-        kinds = types if len(types) > 1 else ()
         for name in per_layer:
             if measured_field(name) in self.heads:
-                for kind in kinds:
-                    summaries[f"attn/{kind}/{name}"] = self.of_type(kind, name)
                 for key, value in zip(key_of.values(), self.by_layer(name)):
                     summaries[f"attn/{key}/{name}"] = float(value)
         for name, value in self.values.items():

@@ -153,8 +153,8 @@ def vector_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 # Merges the vectors of all processes on the host: the whole model's vector, or None if no process has numbers, and the
-# smallest and largest of the monitors' own counts.
-Exchange = Callable[[list[Tensor]], tuple[np.ndarray | None, dict[str, float]]]
+# number of processes that have some.
+Exchange = Callable[[list[Tensor]], tuple[np.ndarray | None, float]]
 
 
 @final
@@ -164,7 +164,7 @@ class StepVector:
     Attributes:
         table: where each number lies in the vector.
         vector: the numbers in float64, once `wait` has returned True.
-        ends: the smallest and largest of the processes' counts of their own work, keyed by records.MONITOR_EXTREMES.
+        n_processes: the number of processes that have numbers of the step.
     """
 
     def __init__(
@@ -177,8 +177,7 @@ class StepVector:
         it has to wait for the copy; an exception is raised by `wait`."""
         self.table, self._exchange = table, exchange
         self.vector = np.zeros(0)
-        self.ends: Mapping[str, float] = {}
-        self._has_numbers = True
+        self.n_processes = 1.0
         self._event: torch.cuda.Event | None = None
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -213,8 +212,7 @@ class StepVector:
             vectors = [x.double() for x in self._host]
             self.vector = vectors[0].numpy()
             if self._exchange is not None:
-                merged, self.ends = self._exchange(vectors)
-                self._has_numbers = merged is not None
+                merged, self.n_processes = self._exchange(vectors)
                 self.vector = self.vector if merged is None else merged
         except Exception as error:
             # In a thread it would be lost; `wait` raises it under the monitor's guard.
@@ -238,7 +236,7 @@ class StepVector:
             self._receive()
         if self._error is not None:
             raise self._error
-        return self._has_numbers
+        return self.n_processes > 0
 
     def stats(self) -> dict[str, LogitStats]:
         """Returns the statistics by site."""

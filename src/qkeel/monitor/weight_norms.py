@@ -20,7 +20,7 @@ from qkeel.monitor.numbers import Number, NumberKey, Numbers
 from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.guards import without_gradients
 from qkeel.patching.module_tables import ModuleTree
-from qkeel.sites.site import AttentionSite, HeadSlice, NormGain, unique_slices
+from qkeel.sites.site import AttentionSite, HeadSlice, unique_slices
 
 # Entries of the weights of sites that are read as one tensor: 16 MB in float32.
 _TOGETHER = 1 << 22
@@ -412,8 +412,7 @@ class StepSpectra:
     """Compares the q and k weights of several sites before and after a step, per query head [h].
 
     delta2_*, delta3_*: as in `functional.bounds.step_products`, computed for the products of all weights on the paths
-        of q and of k. As in WeightNorms, rotations are left out. If a q/k norm applies to the rows of the head's
-        weight, its gains multiply these rows, before and after the step; the divisor of such a norm is left out.
+        of q and of k. As in WeightNorms, rotations and norms behind the weights are left out.
     query_update_ratio, key_update_ratio: ‖ΔW‖ / ‖W‖ (Frobenius, so RMS(ΔW) / RMS(W)) of the head's own rows.
 
     Between `before` and `after`, it holds a copy of these weights.
@@ -424,11 +423,7 @@ class StepSpectra:
         self._sites = sites
         self._names: set[str] = set()
         for site in sites:
-            self._names |= {
-                head_slice.parameter for head_slice in (*site.query, *site.key)
-            }
-            for norm in (*site.query_gains, *site.key_gains):
-                self._names.add(norm.parameter)
+            self._names |= {x.parameter for x in (*site.query, *site.key)}
         self._before: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -446,8 +441,6 @@ class StepSpectra:
         for site in self._sites if weights_before else ():
             factors: list[Tensor] = []
             for side, chains in chains_of(site).items():
-                norms = site.query_gains if side == "query" else site.key_gains
-                n_heads = site.n_heads if side == "query" else site.n_kv_heads
                 stacks, lasts = [], []
                 for weights in (weights_before, self._parameters):
 
@@ -456,10 +449,7 @@ class StepSpectra:
                         x = head_slice.heads(weights[head_slice.parameter].detach())  # noqa: B023
                         return x.to(widest(x.device))
 
-                    stack = matrix(chains, rows)
-                    if len(site.terms) == 1 and norms:
-                        stack = _times_gains(stack, norms, n_heads, weights)
-                    stacks.append(site.per_query_head(stack))
+                    stacks.append(site.per_query_head(matrix(chains, rows)))
                     lasts.append(
                         [rows(head_slice) for head_slice in last_weights(chains)]
                     )
@@ -481,25 +471,3 @@ class StepSpectra:
                     for ((site_name, name), _), x in zip(batch, values.split(counts)):
                         numbers[site_name, f"{name}_{summary}"] = x
         return numbers
-
-
-def _times_gains(
-    x: Tensor,
-    norms: tuple[NormGain, ...],
-    n_heads: int,
-    weights: Mapping[str, Tensor],
-) -> Tensor:
-    """Multiplies the rows of weights [n r m] by the gains of the norm behind them, as diagonal matrices.
-
-    If the gains of the norm do not correspond to these rows, the rows are unchanged.
-    """
-    gains = torch.ones(n_heads, x.shape[1], dtype=x.dtype, device=x.device)
-    for norm in norms:
-        if n_heads % len(x):
-            return x
-        p = weights[norm.parameter].detach()
-        if norm.index.shape[1] not in (1, x.shape[1]) or dist.is_split(p):
-            return x
-        gain = norm.offset + p.flatten()[norm.index.to(p.device)].to(x.dtype)
-        gains[list(norm.heads)] = gain.expand(len(norm.heads), -1)
-    return x.repeat_interleave(n_heads // len(x), 0) * gains[..., None]

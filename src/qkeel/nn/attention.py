@@ -6,9 +6,8 @@ Shapes: b batch, t new tokens, s all tokens, h query heads, g key heads, d dimen
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -20,7 +19,6 @@ from qkeel.errors import (
     InvalidValueError,
     RefusedError,
     ShapeError,
-    caution,
     check,
     check_known,
 )
@@ -32,8 +30,8 @@ from qkeel.kernels.statistics import logit_stats
 from qkeel.options import lookup
 from qkeel.patching.module_tables import hooks_before
 from qkeel.spec import AttentionCall, AttentionSpec, preset
-from qkeel.spec.call import Visibility
-from qkeel.spec.presets import attention_spec, scale_advice
+from qkeel.spec.call import make_call
+from qkeel.spec.presets import attention_spec
 from qkeel.spec.slot import (
     AttentionMask,
     HeadTensor,
@@ -249,11 +247,6 @@ class RowObserver:
         self.see(call)
 
 
-@functools.cache  # warns once per process, not once per layer
-def _advise(advice: str) -> None:
-    caution(advice)
-
-
 def check_dropout(dropout: float) -> None:
     """Raises InvalidValueError unless dropout is in [0, 1)."""
     check(0 <= dropout < 1, "dropout in [0, 1)", dropout)
@@ -288,9 +281,6 @@ class SpecModule(nn.Module):
         self.impl = impl
         self.observers: list[Observer] = []
         self.spec = spec
-        advice = scale_advice(spec, geometry[2])
-        if advice is not None:
-            _advise(advice)
         for name, value in spec.init_params(*geometry).items():
             self.register_parameter(name, nn.Parameter(value))
 
@@ -307,17 +297,12 @@ class SpecModule(nn.Module):
         *,
         spec: AttentionSpec,
         params: Params,
-        seen: Visibility,
+        **visible: Any,
     ) -> Hidden:
-        """Builds the call, passes it to the observers and computes it: [b h t d] -> [b t h·e]."""
-        call = seen.call(
-            spec,
-            q,
-            k,
-            v,
-            params,
-            self.dropout if self.training else 0.0,
-        )
+        """Builds the call, passes it to the observers and computes it: [b h t d] -> [b t h·e]. `visible` are causal, mask,
+        pos_q and pos_k; see `qkeel.attention`."""
+        dropout = self.dropout if self.training else 0.0
+        call = make_call(spec, q, k, v, params=params, dropout=dropout, **visible)
         kernel = choose(call, self.impl)
         read = None
         # The kernel can note these rows in its own pass; without it an observer computes all logits again.
@@ -350,10 +335,9 @@ class SpecModule(nn.Module):
         returns [b t h·e]."""
         q, k, v = qkv
         if cache is None:
-            visibility = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
-            return self.attend(
-                q, k, v, spec=self.spec, params=self.spec_params(), seen=visibility
-            )
+            visible = {"causal": causal, "mask": mask, "pos_q": pos, "pos_k": pos}
+            params = self.spec_params()
+            return self.attend(q, k, v, spec=self.spec, params=params, **visible)
         if not isinstance(cache, KVCache):
             raise InvalidTypeError(
                 f"expected a qkeel.nn.KVCache, got {type(cache).__name__}; new_cache() creates one"
@@ -375,10 +359,10 @@ class SpecModule(nn.Module):
         )
         # None where they are 0, 1, 2 …, because more kernels take such calls.
         positions = None if cache.pos is None else at
-        visibility = Visibility(
-            causal=causal, mask=mask, pos_q=positions, pos_k=cache.pos
+        visible = {"causal": causal, "mask": mask, "pos_q": positions}
+        return self.attend(
+            q, k, v, spec=spec, params=params, pos_k=cache.pos, **visible
         )
-        return self.attend(q, k, v, spec=spec, params=params, seen=visibility)
 
     def extra_repr(self) -> str:
         """Shows heads, norm and position in print(model)."""
@@ -538,17 +522,12 @@ class Attention(SpecModule):
                     pos=pos,
                 )
             )
-        visibility = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos_context)
-        return self.o_proj(
-            self.attend(
-                q,
-                k,
-                v,
-                spec=self.spec,
-                params=self.spec_params(),
-                seen=visibility,
-            )
+        visible = {"mask": mask, "pos_q": pos, "pos_k": pos_context}
+        params = self.spec_params()
+        out = self.attend(
+            q, k, v, spec=self.spec, params=params, causal=causal, **visible
         )
+        return self.o_proj(out)
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)

@@ -180,9 +180,6 @@ class DecoderConfig:
     """Sizes and options of a Decoder. `spec` is one spec for all layers, or a tuple with one spec per layer (see
     `layer_specs`).
 
-    With `base_width`, the outputs follow µP: the head is initialised as at that width, and its logits are multiplied by
-    base_width / d_model (Yang et al. 2022, arXiv 2203.03466, table 8). µP's learning rates are left to the optimizer.
-
     >>> DecoderConfig(vocab_size=100, n_heads=8, n_kv_heads=2).d_model
     64
     """
@@ -207,7 +204,6 @@ class DecoderConfig:
     deepnorm: bool = False
     tied: bool = False  #: whether the head shares the embedding's weight
     dropout: float = 0.0  #: dropout on the attention weights, in training
-    base_width: int | None = None
 
     def __post_init__(self) -> None:
         for kind, name, choices in (
@@ -216,13 +212,8 @@ class DecoderConfig:
             ("norm order", self.norm_order, NORM_ORDERS),
         ):
             check_known(kind, name, choices)
-        base = 1 if self.base_width is None else self.base_width
-        sizes = (self.vocab_size, self.d_model, self.n_layers, self.n_heads, base)
-        for name, size in zip(
-            ("vocab_size", "d_model", "n_layers", "n_heads", "base_width"),
-            sizes,
-            strict=True,
-        ):
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
+            size = getattr(self, name)
             check(size >= 1, f"{name} of at least 1", size)
         check(
             int(self.mlp_ratio * self.d_model) >= 1,
@@ -246,11 +237,6 @@ class DecoderConfig:
             raise InvalidValueError(
                 "deepnorm needs attention='gau' with norm_order='post'"
             )
-
-    @property
-    def output_scale(self) -> float:
-        """The factor on the head's input: base_width / d_model under µP, otherwise 1."""
-        return 1.0 if self.base_width is None else self.base_width / self.d_model
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:
@@ -306,9 +292,7 @@ class Decoder(nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x, cache=caches[i] if caches else None, mask=mask, pos=pos)
         x = self.norm(x)
-        return self.head(
-            x if self.config.output_scale == 1 else x * self.config.output_scale
-        )
+        return self.head(x)
 
     def new_caches(self, max_length: int | None = None) -> list[Cache]:
         """Returns an empty cache for each layer, of the kind that the layer's attention uses."""
@@ -335,7 +319,7 @@ def init_tokens(
     table.normal_(0.0, 1.0, generator=generator)
     # a head with std 1 would start at a loss of tens of nats.
     if config.tied:
-        table.mul_((config.base_width or config.d_model) ** -0.5)
+        table.mul_(config.d_model**-0.5)
 
 
 @torch.no_grad()
@@ -353,13 +337,7 @@ def init_linears(
     residual = deepnorm(n)[1] if config.deepnorm else 1 / math.sqrt(n)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            # µP: a wider head starts like the one that was tuned, and `output_scale` shrinks its logits.
-            fan_in = (
-                config.base_width
-                if config.base_width and name == "head"
-                else module.in_features
-            )
-            std = fan_in**-0.5 * (
+            std = module.in_features**-0.5 * (
                 residual if name.endswith((".o_proj", ".down")) else 1.0
             )
             if module.weight is not table:
@@ -555,9 +533,7 @@ class EncoderDecoder(nn.Module):
         for block in self.blocks:
             x = block(x, context=memory)
         x = self.norm(x)
-        return self.head(
-            x if self.config.output_scale == 1 else x * self.config.output_scale
-        )
+        return self.head(x)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:

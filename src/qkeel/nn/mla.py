@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -21,7 +21,7 @@ from qkeel.kernels.decoding.compiled import latents
 from qkeel.kernels.norm_rope.encode import encoded
 from qkeel.nn.attention import LatentCache, SpecModule, check_input
 from qkeel.spec import AttentionSpec, Rope
-from qkeel.spec.call import AttentionCall, Visibility
+from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.norm import Norm
 from qkeel.spec.slot import (
     AttentionMask,
@@ -72,30 +72,12 @@ def refuse_latents(spec: AttentionSpec) -> Refusal | None:
         )
     if norm.sides in ("", "q"):
         return None
-    if norm.kind == "other":
+    has_two_numbers = norm.kind not in ("rms", "l2") or norm.bias
+    if has_two_numbers or "v" in norm.sides or norm.gain in ("head", "head_dim"):
         return Refusal(
-            f"the norm {norm.formula()} is unknown, so its factor on a key can't be cached",
+            f"a latent and one key for all heads are cached with one number for each head, which is not enough for "
+            f"{norm.formula()}",
             _WAY_OUT,
-        )
-    if "v" in norm.sides:
-        return Refusal(
-            "a norm on the values needs the value of every head and token", _WAY_OUT
-        )
-    if norm.kind == "layer":
-        return Refusal(
-            "LayerNorm subtracts the mean from each head's key, a second number per head and token besides the inverse "
-            "root mean square, and that mean can't be subtracted from the shared key",
-            _WAY_OUT,
-        )
-    if norm.bias:
-        return Refusal(
-            "a bias after the norm would be rotated with the key and has no place in its latent",
-            _WAY_OUT,
-        )
-    if norm.gain in ("head", "head_dim"):
-        return Refusal(
-            "a separate gain for each head does not fit the rotated key, which is cached once for all heads",
-            f"{_WAY_OUT}. One number per head can be applied on the query's side: Learned(per='head') as the scale",
         )
     return None
 
@@ -325,16 +307,10 @@ class MLA(SpecModule):
                 )
             )
         k, v = self._keys(latent, shared), self._heads(self.v_up(latent))
-        visibility = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
+        visible = {"causal": causal, "mask": mask, "pos_q": pos, "pos_k": pos}
+        params = self.spec_params()
         return self.o_proj(
-            self.attend(
-                q,
-                k,
-                v,
-                spec=self.spec,
-                params=self.spec_params(),
-                seen=visibility,
-            )
+            self.attend(q, k, v, spec=self.spec, params=params, **visible)
         )
 
     def new_cache(self, max_length: int | None = None) -> LatentCache:
@@ -378,34 +354,27 @@ class MLA(SpecModule):
         q, held, inverse, at = self._remember(cache, *new, pos)
         # A single query at the end sees every key, so it needs no causal mask.
         causal = causal and (at is not None or q.shape[2] > 1)
-        visibility = Visibility(causal=causal, mask=mask, pos_q=at, pos_k=cache.pos)
+        visible: dict[str, Any] = {
+            "causal": causal,
+            "mask": mask,
+            "pos_q": at,
+            "pos_k": cache.pos,
+        }
         if first and q.shape[2] > 1:
             # Among the first tokens, a product with d numbers per key costs less than one with latents.
-            return self.attend(
-                q,
-                *self._materialised(held, inverse),
-                spec=core,
-                params=left,
-                seen=visibility,
-            )
+            k, v = self._materialised(held, inverse)
+            return self.attend(q, k, v, spec=core, params=left, **visible)
         # Observers see q, k and v as they are without a cache.
         if self.observers:
-            observed = visibility.call(
-                core, q, *self._materialised(held, inverse), left
-            )
+            k, v = self._materialised(held, inverse)
+            observed = make_call(core, q, k, v, params=left, **visible)
             for observer in self.observers:
                 observer(observed)
         gain = key_gain(self.spec, self.spec_params())
         wide = absorb(q, self._up("k_up"), gain, self.sizes.rope_dim).to(q.dtype)
         dropout = self.dropout if self.training else 0.0
-        call = visibility.call(
-            core,
-            wide,
-            held,
-            held[..., : self.sizes.kv_latent],
-            left,
-            dropout,
-        )
+        v = held[..., : self.sizes.kv_latent]
+        call = make_call(core, wide, held, v, params=left, dropout=dropout, **visible)
         out = attend_latents(call, inverse, self.head_dim) @ self._up("v_up").mT
         return out.transpose(1, 2).flatten(2)
 

@@ -36,20 +36,6 @@ def inputs_of(node: Node) -> list[Node]:
     return [above for above, _ in node.next_functions if above is not None]
 
 
-def saved_factor(node: Node) -> Tensor | None:
-    """Returns the first factor of a matrix product, or None for other nodes and if the graph does not keep it."""
-    is_sum = node.name().startswith("Addmm")
-    return _saved(node, "_saved_mat1" if is_sum else "_saved_self")
-
-
-def _saved(node: Node, name: str) -> Tensor | None:
-    try:
-        value = getattr(node, name)
-    except (AttributeError, RuntimeError):  # not saved, or freed
-        return None
-    return value if isinstance(value, Tensor) else None
-
-
 def output_like(node: Node) -> Tensor:
     """Returns zeros shaped like a node's first output."""
     kept: Any = node

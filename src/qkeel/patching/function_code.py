@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import operator
 import threading
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -53,11 +51,12 @@ def exchange(function: types.FunctionType, begin: Begin) -> None:
         # The original code, and after it one entry for each user.
         users = vars(function).setdefault(_NAME, [])
         if not users:
-            entrance = _entrance_of(function, begin)
             users.append(function.__code__)
-            function.__globals__[key] = entrance.enter
+            function.__globals__[key], signature = _entrance(
+                function, function.__code__, begin, compiler_loaded()
+            )
             # The signature that callers inspect stays that of the function.
-            function.__signature__ = entrance.signature  # type: ignore[attr-defined]
+            function.__signature__ = signature  # type: ignore[attr-defined]
             function.__code__ = _forwarding(key, function.__code__)
         users.append(None)
 
@@ -73,41 +72,18 @@ def give_back(function: types.FunctionType) -> None:
             del function.__signature__  # type: ignore[attr-defined]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Entrance:
-    """What takes a function's place, and everything that it was made from."""
-
-    source: tuple[object, ...]
-    enter: Callable[..., Any]
-    signature: inspect.Signature
-
-
 # Every observed pass exchanges the same few functions, and making an entrance takes 30 µs.
-_ENTRANCES: weakref.WeakKeyDictionary[types.FunctionType, _Entrance] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _entrance_of(function: types.FunctionType, begin: Begin) -> _Entrance:
-    """Returns what takes a function's place; the same as before while nothing of the function has changed."""
-    source = (
-        *(function.__code__, function.__defaults__, function.__kwdefaults__),
-        *(function.__closure__, begin, compiler_loaded()),
-    )
-    entrance = _ENTRANCES.get(function)
-    if entrance is None or any(map(operator.is_not, entrance.source, source)):
-        entrance = _Entrance(
-            source, _entrance(function, begin), inspect.signature(function)
-        )
-        _ENTRANCES[function] = entrance
-    return entrance
-
-
-def _entrance(function: types.FunctionType, begin: Begin) -> Callable[..., Any]:
-    """Returns what the new code of a function calls with the arguments as a tuple and a dict."""
+@functools.lru_cache(maxsize=64)
+def _entrance(
+    function: types.FunctionType,
+    code: types.CodeType,
+    begin: Begin,
+    is_compiler_loaded: bool,
+) -> tuple[Callable[..., Any], inspect.Signature]:
+    """Returns what the new code of a function calls with the arguments as a tuple and a dict, and its signature."""
     # A second function with the original code, since the code of the first one is about to be replaced.
     original = types.FunctionType(
-        function.__code__,
+        code,
         function.__globals__,
         function.__name__,
         function.__defaults__,
@@ -115,7 +91,7 @@ def _entrance(function: types.FunctionType, begin: Begin) -> Callable[..., Any]:
     )
     original.__kwdefaults__ = function.__kwdefaults__
     uncompiled: Any = unguarded
-    if compiler_loaded():
+    if is_compiler_loaded:
         uncompiled = torch.compiler.disable(unguarded)
 
     def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -130,11 +106,11 @@ def _entrance(function: types.FunctionType, begin: Begin) -> Callable[..., Any]:
             uncompiled(call.close)
         return uncompiled(call.finish, out)
 
-    if compiler_loaded():
+    if is_compiler_loaded:
         # If a compiled wrapper calls the function, the compiler should trace the original code, not this entrance.
-        run_uncompiled(_forwarding(_NAME + function.__name__, function.__code__))
+        run_uncompiled(_forwarding(_NAME + function.__name__, code))
         run_uncompiled(enter.__code__)
-    return enter
+    return enter, inspect.signature(function)
 
 
 @functools.lru_cache(maxsize=32)

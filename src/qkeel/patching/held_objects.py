@@ -6,7 +6,7 @@ import collections
 import enum
 import functools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -63,20 +63,21 @@ def reachable(
             continue
         # Kept, since a view of a mapping's values may be made anew under the same id.
         visited[id(x)] = x
-        if kind is Kind.COLLECTION:
-            if len(x) > MOST_OBJECTS:
-                continue
-            yield x
-            waiting += x.values() if isinstance(x, Mapping) else x
+        if kind is Kind.COLLECTION and len(x) > MOST_OBJECTS:
             continue
         yield x
-        if kind is Kind.ATTRIBUTES and owns(x):
+        contents: Iterable[Any] = ()
+        if kind is Kind.COLLECTION:
+            contents = x.values() if isinstance(x, Mapping) else x
+        elif kind is Kind.ATTRIBUTES and owns(x):
             attributes = getattr(x, "__dict__", None)
             if isinstance(attributes, dict):
-                waiting += attributes.values()
+                contents = attributes.values()
             else:
                 slots = getattr(type(x), "__dataclass_fields__", ())
-                waiting += [getattr(x, name, None) for name in slots]
+                contents = [getattr(x, name, None) for name in slots]
+        # Most are numbers and names.
+        waiting += [value for value in contents if type(value) not in CONSTANTS]
 
 
 def tensors_within(values: object) -> list[Tensor]:

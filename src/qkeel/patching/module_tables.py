@@ -21,6 +21,8 @@ from qkeel.patching.torch_state import compiler_loaded
 # Attribute names of the wrapped module in activation checkpointing, torch.compile and FSDP1.
 WRAPPED_AS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 TABLES = ("_parameters", "_modules", "_buffers")
+# What torch keeps in every module, such as hooks and parameters.
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

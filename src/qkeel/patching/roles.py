@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.patching.held_objects import tensors_within
-from qkeel.patching.module_tables import modules_of
+from qkeel.patching.module_tables import MODULE_ATTRIBUTES, modules_of
 from qkeel.patching.torch_state import running_frames, transformed_now
 
 # Of passes that are trained, and of passes that are not.
@@ -62,14 +62,13 @@ class PassRole:
         nodes = _graph_nodes(output, without=_graph_nodes(inputs))
         # a model may also keep its loss for itself: self.loss = ..., self.losses.append(...)
         if not nodes:
-            # Not torch's own tables, of which each module has twenty.
-            torchs_own = vars(nn.Module()).keys()
             kept = [
                 x
                 for module in modules_of(model).values()
                 if not isinstance(module, torch.jit.ScriptModule)
                 for name, x in vars(module).items()
-                if name not in torchs_own and isinstance(x, (Tensor, list, tuple, dict))
+                if name not in MODULE_ATTRIBUTES
+                and isinstance(x, (Tensor, list, tuple, dict))
             ]
             nodes = _graph_nodes(kept, without=_graph_nodes(inputs))
         role.wait_for(nodes)

@@ -347,19 +347,11 @@ def common_steps(
     return lines, Heads(heads.steps[rows], values, heads.layers)
 
 
-def _mean(values: np.ndarray, over: np.ndarray | None = None) -> np.ndarray:
-    """Returns the mean of [... heads] over the measured heads or, if given, over the heads in the mask `over`."""
-    counted = ~np.isnan(values) if over is None else over
+def _mean(values: np.ndarray) -> np.ndarray:
+    """Returns the mean of [... heads] over the measured heads."""
+    counted = ~np.isnan(values)
     n = counted.sum(-1)
     return np.where(n, np.where(counted, values, 0).sum(-1) / np.maximum(n, 1), np.nan)
-
-
-def _median(values: np.ndarray) -> np.ndarray:
-    """Returns the median over the measured heads; NaN if no head was measured or if the median is zero."""
-    medians = np.full(values.shape[:-1], np.nan)
-    measured = ~np.isnan(values).all(-1)
-    medians[measured] = np.nanmedian(values[measured], axis=-1)
-    return np.where(medians == 0, np.nan, medians)
 
 
 def _largest(values: np.ndarray) -> np.ndarray:
@@ -380,11 +372,6 @@ _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "share_of_sinks": lambda values: _mean(
         np.where(np.isnan(values), np.nan, values > SINK_HEAD)
     ),
-    # The mean over heads with x > 0.3 minus the mean over all other heads; NaN if either group is empty.
-    "gap_of_sinks": lambda values: (
-        _mean(values, values > SINK_HEAD) - _mean(values, values <= SINK_HEAD)
-    ),
-    "min_ratio": lambda values: _smallest(values) / _median(values),
 }
 
 

@@ -51,12 +51,7 @@ class LayerField(Field):
     """
 
     of: str
-    fold: Literal[
-        "share_of_sinks",
-        "max",
-        "gap_of_sinks",
-        "min_ratio",
-    ]
+    fold: Literal["share_of_sinks", "max"]
     column: str = ""
     per_layer: bool = False
 
@@ -420,21 +415,6 @@ LAYER_FIELDS: dict[str, LayerField] = {
         column="sink heads",
         per_layer=True,
     ),
-    "sink_head_max": LayerField(
-        "share", "largest sink_share of a head", of="sink_share", fold="max"
-    ),
-    "sink_head_gap": LayerField(
-        "share",
-        "mean sink_share of the heads above 0.3 minus the mean of all other heads; NaN if either group is empty",
-        of="sink_share",
-        fold="gap_of_sinks",
-    ),
-    "gate_min_ratio": LayerField(
-        "1",
-        "smallest gate_mean of a head, divided by the median over heads; reveals a single closed gate",
-        of="gate_mean",
-        fold="min_ratio",
-    ),
 }
 
 # Values by token class, for models that are watched with classes: "NAME/text" for one class, "NAME/image->text" for
@@ -528,14 +508,10 @@ MONITOR_FIELDS: dict[str, Field] = {
         "host time that this process spent in the monitor since the last record; the record of a trained step has that of "
         "untrained passes beside it",
     ),
-}
-
-# The smallest and the largest of these values over all processes that measure jointly, so that a single process that
-# sees nothing is noticed.
-MONITOR_EXTREMES: dict[str, Field] = {
-    f"{name}_{end}": Field(field.unit, f"{word} over processes: {field.meaning}")
-    for name, field in MONITOR_FIELDS.items()
-    for end, word in (("min", "smallest"), ("max", "largest"))
+    "processes": Field(
+        "processes",
+        "processes that have numbers of the step; fewer than before if attention did not run on one of them",
+    ),
 }
 
 # Values that only some tasks have; "NAME/text" is for tokens or targets of one class, "NAME/image>text" for queries of
@@ -615,7 +591,6 @@ TABLE_COLUMNS: dict[str, Field] = {
     "capped_max_logit": Field("nats", "largest capped_max_logit over training"),
     "max_abs_logit": Field("nats", "largest max_abs_logit over training"),
     "init_loss": Field("nats/token", "held-out loss before training"),
-    "spike_score": Field("share", "see metrics.spike_score"),
     "block": Field("name", "mha | mla | gau"),
     "optimizer": Field("name", "adamw | sgd | muon"),
     "status": Field("name", "done | failed | started | missing"),
@@ -706,10 +681,7 @@ def explain_field(name: str) -> str:
     >>> explain_field("end_entropy")
     'entropy after the last step [nats]'
     """
-    monitor = {
-        f"monitor_{own}": field
-        for own, field in {**MONITOR_FIELDS, **MONITOR_EXTREMES}.items()
-    }
+    monitor = {f"monitor_{own}": field for own, field in MONITOR_FIELDS.items()}
     table: dict[str, Field] = {
         **monitor,
         **EXTRAPOLATION_COLUMNS,

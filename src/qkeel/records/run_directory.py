@@ -178,20 +178,6 @@ class RunDirectory:
         paths = {name: self.path / name for name in RECORDS}
         return {name: p.stat().st_size for name, p in paths.items() if p.exists()}
 
-    def damage(self) -> str:
-        """Returns a sentence about the first damaged file of a finished run; "" if no file is damaged."""
-        try:
-            self.summary()
-            self.metrics()
-            self.events()
-            self.heads()
-            if (self.path / "env.json").exists():
-                self.env()
-            self.check_complete()
-        except DamagedFileError as error:
-            return str(error)
-        return ""
-
     def check_complete(self) -> None:
         """Raises an error if a file of a finished run is missing, or shorter than it was when the run ended.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -62,7 +62,7 @@ def _model_first(*args: Any, **kwargs: Any) -> Call | None:
 
 @accepts_earlier_calls(_model_first)
 def apply(
-    model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+    model: nn.Module,
     remedy: str | Remedy | Sequence[str | Remedy],
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
@@ -86,19 +86,17 @@ def apply(
     raises an error.
 
     Args:
-        model: a model, or a part of a model, that contains attention. A list of models, or a dict of models by name, is
-            treated as one model, such as all pipeline stages of this process.
+        model: a model, or a part of a model, that contains attention.
         remedy: "lalr", "lalr:tau=0.1+qk_clip", a Remedy, or a list of these.
         optimizer: the optimizer of the model's weights, or a list of several, such as Muon and AdamW. Remedies that
             change its steps need it; of several, each acts on the heads whose weights it holds. Parameters that a
             remedy creates are added to it; of several, to the first that holds gains or biases. A remedy that changes
             steps warns once if something other than this optimizer changes its weights, step after step.
         batch: the input of one pass, which reveals the attention of modules from other libraries. It is a tensor, a
-            tuple of the forward's arguments or a dict of its keyword arguments. For several models, give one batch
-            for each, as a list or a dict by name. Not needed if an optimizer is given; see above.
+            tuple of the forward's arguments or a dict of its keyword arguments. Not needed if an
+            optimizer is given; see above.
         sites: the result of `find_sites` for this model, in place of a batch. Find the sites before fully_shard or
             tensor parallelism splits the weights, because split weights cannot be traced. Sites are matched by name.
-            For several models, give one result for each, as for `batch`.
         train_length: the number of tokens per training sequence, for formulas that need it (such as that of an L2 norm
             with a learned scale).
         partial: if True, the remedy is applied even if some attention was observed but not understood. That attention

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from qkeel import distributed as dist
 from qkeel.capture.example import arguments
-from qkeel.errors import AlreadyAppliedError, RefusedError
+from qkeel.errors import AlreadyAppliedError, InvalidTypeError, RefusedError
 from qkeel.handle import Handle
 from qkeel.patching.forward import first_adapter, unwrapped
 from qkeel.patching.optimizers import listed
@@ -49,7 +49,7 @@ from qkeel.remedies.processes import (
 from qkeel.remedies.step_remedy import StepRemedy
 from qkeel.remedies.untrained_parameters import notice_untrained
 from qkeel.remedies.weights_in_use import check_weights_in_use
-from qkeel.sites.find import Models, found_sites, named_models, of_each, sites_of_each
+from qkeel.sites.find import bound, found_sites
 from qkeel.sites.site import AttentionSite, Sites
 from qkeel.sites.site_search import Kept, ModelTrace, run_once
 
@@ -57,7 +57,7 @@ GIVE_BATCH = "For apply: qkeel.apply(model, {!r}, optimizer, batch=batch), with 
 
 
 def apply_now(
-    model: Models,
+    model: nn.Module,
     remedies: Sequence[Remedy],
     optimizer: Optimizer | Sequence[Optimizer] | None,
     *,
@@ -68,26 +68,27 @@ def apply_now(
 ) -> Handle:
     """Applies remedies immediately; see `apply`."""
 
-    def prepared() -> list[tuple[Target, Sites | None]]:
-        models = (
-            {"": model}
-            if isinstance(model, nn.Module)
-            else named_models(model, "apply remedies to")
-        )
-        batches = of_each(batch, [*models], "batches")
-        sites_by_model = sites_of_each(sites, models)
-        targets: list[tuple[Target, Sites | None]] = []
-        for name, single in models.items():
-            target = Target(
-                model=unwrapped(single),
-                optimizer=next(iter(listed(optimizer)), None),
-                sites=[],
-                batch=((), {}) if batches[name] is None else arguments(batches[name]),
-                train_length=train_length,
+    def prepared() -> tuple[Target, Sites | None]:
+        if not isinstance(model, nn.Module):
+            raise InvalidTypeError(
+                f"expected a torch.nn.Module to apply remedies to, got {type(model).__name__}; call qkeel.apply for each "
+                "of several models"
             )
-            check_wrapper(target.model, remedies)
-            targets.append((target, sites_by_model[name]))
-        return targets
+        target = Target(
+            model=unwrapped(model),
+            optimizer=next(iter(listed(optimizer)), None),
+            sites=[],
+            batch=((), {}) if batch is None else arguments(batch),
+            train_length=train_length,
+        )
+        check_wrapper(target.model, remedies)
+        if sites is None:
+            return target, None
+        if not isinstance(sites, Sequence):
+            raise InvalidTypeError(
+                f"expected sites as qkeel.find_sites returned them, got {type(sites).__name__}"
+            )
+        return target, bound(sites, target.model)
 
     # What must be the same on all processes.
     description = (
@@ -95,24 +96,16 @@ def apply_now(
         f"{sites is not None}, train_length={train_length}, partial={partial}"
     )
     # Whatever one process refuses, all refuse, before any of them changes its model.
-    targets = dist.agree(
-        WHAT, prepared, lambda targets: f"{description}, {len(targets)} model(s)"
-    )
+    target, known = dist.agree(WHAT, prepared, lambda _: description)
 
     def applied() -> Handle:
-        handles = (
-            compose_all(
-                _apply_all(remedies, target, known, listed(optimizer), partial=partial)
-            )
-            for target, known in targets
+        optimizers = listed(optimizer)
+        return compose_all(
+            _apply_all(remedies, target, known, optimizers, partial=partial)
         )
-        return next(handles) if isinstance(model, nn.Module) else compose_all(handles)
 
     handle = dist.agree(WHAT, applied, lambda _: "applied", Handle.remove)
-    for target, _ in targets:
-        handle = refused_when_flattened(
-            handle, target.model, remedies, target.optimizer
-        )
+    handle = refused_when_flattened(handle, target.model, remedies, target.optimizer)
     handle.about = "+".join(parsed.name for parsed in remedies)
     return handle
 

@@ -6,23 +6,18 @@ Shapes: b batch, t tokens, h heads, d dimensions per head.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from qkeel import distributed as dist
 from qkeel.errors import RefusedError
 from qkeel.patching.autograd import mark_as_norm
 from qkeel.patching.module_forward import InstanceForward
 from qkeel.remedies.base import (
     Args,
     Kwargs,
-    module_name,
     quantised,
     unconfirmed,
 )
@@ -93,101 +88,57 @@ class HeadNorm(nn.Module):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadSource:
-    """The module output that contains q, k or v: the features `index` [n d] out of `size`, with or without a bias."""
+    """The module output that contains q, k or v: the features `index` [n d] out of `size`."""
 
     module: nn.Module
     name: str
     index: Tensor
     size: int
-    biased: bool
 
 
 def heads_of(
     model: nn.Module, site: AttentionSite, part: NormedPart, ways: Iterable[HeadSlice]
-) -> list[HeadSource]:
-    """Returns the modules whose outputs contain complete heads of q, k or v.
-
-    There are several modules if different tokens have different projections, or if the logit is a sum of products.
+) -> HeadSource:
+    """Returns the module whose output contains complete heads of q, k or v.
 
     Args:
         model: the model that contains the weights.
         site: the attention.
         part: the side to look for: q, k or v.
-        ways: the last weight before the score for each term of the logit, without position tables.
+        ways: the last weight before the score for each term of the logit.
 
     Raises:
-        RefusedError: there are none. The message says why.
+        RefusedError: there is none, or heads are made of the outputs of several modules. The message says why.
     """
     side, n_heads = SIDES[part], site.n_heads if part == "q" else site.n_kv_heads
     # Values have no logit by which an experiment could confirm them, and spectral norm lets every head depend on all
     # stored rows; whether the norms act on whole heads is checked once they are there.
     if part != "v" and site.unverified and not site.reparametrised:
         raise RefusedError(str(unconfirmed(site)))
-    by_branch: dict[str, list[HeadSlice]] = {}
-    for s in unique_slices(ways):
-        by_branch.setdefault(_branch(s.parameter, site), []).append(s)
-    if not by_branch:
+    slices = unique_slices(ways)
+    if not slices:
         refusal = quantised(site)
         why = site.why if refusal is None else refusal.reason
         raise refuse_heads(f"it is not known which weights produce the {side} ({why})")
-    names = ", ".join(
-        sorted({s.parameter for slices in by_branch.values() for s in slices})
-    )
-    sources = []
-    for slices in by_branch.values():
-        weights = {s.parameter: model.get_parameter(s.parameter) for s in slices}
-        name, index = _common_module(slices)
-        module = model.get_submodule(name)
-        # Heads of a convolution are channels, and no last dimension of its output.
-        is_convolution = any(p.ndim > 2 for p in weights.values())
-        is_around = site.module in module.modules()
-        if is_convolution or is_around or index is None or len(index) != n_heads:
-            raise refuse_heads(
-                f"no single module outputs complete heads of the {side} ({n_heads} heads of {site.head_dim}): they are "
-                f"computed by {names}"
-            )
-        # A term of a sum that is zero, such as a new low-rank adapter, would be normed to full size.
-        zero = any(not dist.whole(p).any() for p in weights.values())
-        if len(by_branch) > 1 and zero:
-            raise refuse_heads(
-                f"the {side} are not the output of a single module, and one of the weights that produce them is zero: "
-                f"{names}"
-            )
-        sources.append(
-            HeadSource(
-                module=module,
-                name=name,
-                index=index,
-                size=weights[slices[0].parameter].shape[slices[0].axis],
-                biased=any(s.bias is not None for s in slices),
-            )
+    names = sorted({s.parameter for s in slices})
+    weight = model.get_parameter(names[0])
+    name = _owner(names[0])
+    module = model.get_submodule(name)
+    # Heads of a convolution are channels, and no last dimension of its output.
+    is_convolution = weight.ndim > 2
+    is_around = site.module in module.modules()
+    is_apart = len(names) > 1 or {s.n for s in slices} != {n_heads}
+    if is_convolution or is_around or is_apart:
+        raise refuse_heads(
+            f"no single module outputs complete heads of the {side} ({n_heads} heads of {site.head_dim}): they are "
+            f"computed by {', '.join(names)}"
         )
-    return sources
-
-
-def _branch(parameter: str, site: AttentionSite) -> str:
-    """Returns the outermost module that contains a parameter but not the site's module.
-
-    If there is none, returns the module that owns the parameter, which is then the site's module or a module around
-    it."""
-    owner, home = _owner(parameter).split("."), module_name(site).split(".")
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(owner, home))
-    return ".".join(owner[: len(list(pairs)) + 1])
-
-
-def _common_module(slices: list[HeadSlice]) -> tuple[str, Tensor | None]:
-    """Returns the innermost module around all these weights, and each head's features in its output (None if unknown).
-
-    If there is one weight, its features are concatenated. If there are several, their features must be equal, since an
-    adapter adds its output to that of its base."""
-    paths = [_owner(s.parameter).split(".") for s in slices]
-    shared = itertools.takewhile(lambda p: len(set(p)) == 1, zip(*paths))
-    name = ".".join(p[0] for p in shared)
-    if len({s.index.shape[0] for s in slices}) > 1:
-        return name, None
-    if len({s.parameter for s in slices}) > 1:
-        return name, slices[0].index if all(s.same(slices[0]) for s in slices) else None
-    return name, torch.cat([s.index for s in slices], dim=1).sort(dim=1).values
+    return HeadSource(
+        module=module,
+        name=name,
+        index=torch.cat([s.index for s in slices], dim=1).sort(dim=1).values,
+        size=weight.shape[slices[0].axis],
+    )
 
 
 def _owner(parameter: str) -> str:
@@ -198,21 +149,13 @@ def _owner(parameter: str) -> str:
 
 @final
 class NormedProjection(InstanceForward):
-    """A projection with normed heads: only q, or q, k (and v) of a fused projection.
-
-    Some modules pass the projection's weight to F.linear instead of calling the projection (BEiT, Swin). `inside` is
-    then that module, whose forward is replaced so that the output of F.linear with this weight is normed.
-    """
+    """A projection with normed heads: only q, or q, k (and v) of a fused projection."""
 
     def __init__(
-        self,
-        source: HeadSource,
-        norms: list[tuple[HeadNorm, Tensor]],
-        inside: nn.Module | None = None,
+        self, source: HeadSource, norms: list[tuple[HeadNorm, Tensor]]
     ) -> None:
-        super().__init__(source.module if inside is None else inside)
-        self.projection = None if inside is None else source.module
-        self.biased, self.size = source.biased, source.size
+        super().__init__(source.module)
+        self.size = source.size
         self.norms = [norm for norm, _ in norms]
         # The sizes of the outputs in a trial pass.
         self.seen: list[int] | None = None
@@ -232,15 +175,8 @@ class NormedProjection(InstanceForward):
             self.blocks.sort(key=lambda block: block[0])
 
     def run(self, args: Args, kwargs: Kwargs) -> Tensor:
-        """Returns the normed output of the projection, or the output of the module around it."""
-        if self.projection is None:
-            return self.normed(self.replaced(args, kwargs))
-        # The mode is entered for this module alone, whose forward reads the weight.
-        with _LinearCalls(self, self.projection.get_parameter("weight")):
-            return self.replaced(args, kwargs)
-
-    def normed(self, out: Tensor) -> Tensor:
-        """Returns a projection's output with its heads normed."""
+        """Returns the projection's output with its heads normed."""
+        out = self.replaced(args, kwargs)
         if self.seen is not None:
             self.seen.append(out.shape[-1] if isinstance(out, Tensor) else 0)
         if self.blocks is None:
@@ -260,31 +196,3 @@ class NormedProjection(InstanceForward):
             return torch.cat(pieces, dim=-1)
         # The model may change it in place (see `HeadNorm.by_itself`).
         return pieces[0].clone() if self.norms[0].by_itself else pieces[0]
-
-
-class _LinearCalls(TorchFunctionMode):
-    """Norms the output of calls of F.linear with one weight."""
-
-    def __init__(self, normed: NormedProjection, weight: Tensor) -> None:
-        super().__init__()
-        self.normed, self.weight = normed, weight
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types_: object,
-        args: Args = (),
-        kwargs: Kwargs | None = None,
-    ) -> object:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if func is not F.linear or not isinstance(out, Tensor):
-            return out
-        named = dict(zip(("input", "weight", "bias"), args)) | kwargs
-        if named["weight"] is not self.weight:
-            return out
-        lacks_bias = self.normed.biased and named.get("bias") is None
-        if self.normed.seen is not None and lacks_bias:
-            # A bias added later would follow the norm; 0 makes the check of the trial pass refuse.
-            self.normed.seen.append(0)
-        return self.normed.normed(out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import final
@@ -101,6 +100,9 @@ class HeadRows:
         self._indices = torch.cat(
             [torch.cat([t, t[:, :1].expand(-1, most - t.shape[1])], 1) for t in tables]
         )
+        # The runs of rows with the same factors, as those of a head: their indices, and of each the number of its tensor,
+        # its first row and its length.
+        self._runs: tuple[Tensor, list[tuple[int, int, int]]] | None = None
         self._copies: list[Tensor] = []
         self._copied: list[Tensor] = []
 
@@ -158,22 +160,47 @@ class HeadRows:
         With `on_host`, the host reads the factors, and rows with a factor of 1 are left out: as few heads are over a
         threshold at a time, moving the whole weights would take most of the time."""
         rows = self.rows()
-        scaled: list[Tensor] = []
-        factors: list[Tensor] = []
-        for (tensor, s), x, factor in zip(self._tensors, rows, self.factors(row, rows)):
-            for y in (x, *(s.rows_of(y.detach()) for y in copies(tensor))):
-                scaled.append(y)
-                factors.append(factor.to(y.device, wide(y.dtype)))
-        if not on_host:
-            multiply_all(scaled, factors)
+        tensors = [
+            [x, *(s.rows_of(copy.detach()) for copy in copies(tensor))]
+            for (tensor, s), x in zip(self._tensors, rows)
+        ]
+        if on_host:
+            self._scale_runs(tensors, row)
             return
+        factors = self.factors(row, rows)
+        multiply_all(
+            [x for group in tensors for x in group],
+            [
+                factor.to(x.device, wide(x.dtype))
+                for group, factor in zip(tensors, factors)
+                for x in group
+            ],
+        )
+
+    def _scale_runs(self, tensors: Sequence[Sequence[Tensor]], row: Tensor) -> None:
+        """Scales the rows of which the factor is not 1, of each tensor and its copies."""
+        if self._runs is None:
+            tables: list[Tensor] = []
+            runs: list[tuple[int, int, int]] = []
+            for n, table in enumerate(self._indices.split(self._counts)):
+                indices, counts = table.unique_consecutive(dim=0, return_counts=True)
+                ends = counts.cumsum(0)
+                tables.append(indices)
+                runs += [
+                    (n, first, length)
+                    for first, length in torch.stack(
+                        [ends - counts, counts], 1
+                    ).tolist()
+                ]
+            self._runs = torch.cat(tables), runs
+        indices, runs_of_tensors = self._runs
+        factors = row[indices.to(row.device)].amin(1)
+        numbers = factors.tolist()
         views: list[Tensor] = []
-        numbers: list[float] = []
-        for x, factor in zip(scaled, factors):
-            # Views of the rows that follow each other with the same factor: each head's, or a few heads'.
-            values, counts = factor[:, 0].unique_consecutive(return_counts=True)
-            is_scaled = (values != 1).tolist()
-            views += itertools.compress(x.split(counts.tolist()), is_scaled)
-            numbers += itertools.compress(values.tolist(), is_scaled)
+        factors_of_views: list[float] = []
+        for i in (factors != 1).nonzero()[:, 0].tolist():
+            n, first, length = runs_of_tensors[i]
+            views += [x.narrow(0, first, length) for x in tensors[n]]
+            factors_of_views += [numbers[i]] * len(tensors[n])
         if views:
-            multiply_all(views, numbers)
+            multiply_all(views, factors_of_views)

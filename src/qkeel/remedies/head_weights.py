@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
 import torch
@@ -45,7 +45,7 @@ class HeadWeights:
 
     `slices[i]` says which part of `parameters[i]` belongs to each head. One parameter may appear in several entries (as
     in a fused projection), and one entry in several sites (as in tied layers). `tensors[i]` is what an optimizer
-    updates: the weight, its float32 copy, or None if it is frozen. `holders[i]` is that optimizer; the first if it is
+    updates: the weight, or None if none does. `holders[i]` is that optimizer; the first if it is
     frozen.
 
     Args:
@@ -72,19 +72,18 @@ class HeadWeights:
         n = len(self.slices)
         for s in extras:
             self._enter(target, s)
-        pairs = [held_first(optimizers, p) for p in self.parameters]
-        self.holders = [holder for holder, _ in pairs]
-        self.tensors = [tensor for _, tensor in pairs]
+        #: Each weight, or None if no optimizer holds it.
+        self.tensors: list[Tensor | None] = []
+        self.holders: list[Optimizer] = []
+        for p in self.parameters:
+            holder, tensor = held_first(optimizers, p)
+            self.tensors.append(tensor)
+            self.holders.append(holder)
         for i in range(n):
             is_frozen = not self.parameters[i].requires_grad
             if self.tensors[i] is None and not (
                 is_frozen and any(tensor is not None for tensor in self.tensors[:n])
             ):
-                hint = (
-                    ". Float32 copies are recognised by their shape and values, but flattened, sharded or stale copies "
-                    "are not: copy the weights over first, or use float32 weights under autocast"
-                )
-                is_low = self.parameters[i].dtype in LOW_PRECISION
                 kinds = ", ".join(type(x).__name__ for x in optimizers)
                 these = (
                     f"none of these optimizers ({kinds}) holds"
@@ -93,7 +92,8 @@ class HeadWeights:
                 )
                 raise RefusedError(
                     f"{remedy} acts on steps of {self.slices[i].parameter}, which {these}; pass the optimizer that "
-                    f"does, or a list of all{hint if is_low else ''}"
+                    "does, or a list of all. An optimizer of copies of the weights does not: use float32 weights under "
+                    "autocast"
                 )
         self.counts = [s.n for s in self.slices]
         #: The optimizers that hold any of these, each once.
@@ -108,22 +108,10 @@ class HeadWeights:
             for tensor, holder in zip(self.tensors, self.holders)
         ]
 
-    def check_steps(
-        self,
-        remedy: str,
-        *,
-        is_scaled: bool = False,
-        needs_decoupled_decay: bool = False,
-    ) -> None:
+    def check_steps(self, remedy: str, *, is_scaled: bool = False) -> None:
         """Raises RefusedError unless a remedy may change the steps of these weights; see the function."""
         for optimizer in self.optimizers:
-            check_steps(
-                optimizer,
-                remedy,
-                self.held_by(optimizer),
-                is_scaled=is_scaled,
-                needs_decoupled_decay=needs_decoupled_decay,
-            )
+            check_steps(optimizer, remedy, self.held_by(optimizer), is_scaled=is_scaled)
 
     def _enter(self, target: Target, s: HeadSlice) -> None:
         parameter = target.parameter(s.parameter)
@@ -197,7 +185,7 @@ def check_weights(target: Target, remedy: str, *, per_head: bool) -> None:
             raise RefusedError(f"{remedy} at {where(site)}: {unconfirmed(site)}")
 
 
-# Mixed precision: float32 copies that an optimizer updates in place of a weight, and steps that a GradScaler skips.
+# Mixed precision: float32 copies in the state of an optimizer, and steps that a GradScaler skips.
 
 
 def found_inf(optimizer: Optimizer) -> Tensor | None:
@@ -208,27 +196,13 @@ def found_inf(optimizer: Optimizer) -> Tensor | None:
     return None if infinite is None else torch.as_tensor(infinite)
 
 
-def stepped(optimizer: Optimizer, weight: Tensor) -> Tensor | None:
-    """Returns the tensor in the optimizer's groups that becomes the weight: the weight itself or its only float32 copy.
-
-    For training in low precision, apex and Megatron give the optimizer float32 copies, which are copied back after each
-    step. Such a copy is recognised by its shape, its device, and by values that round to the weight's bits.
-    """
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(p is weight for p in held):
-        return weight
-    copies = [p for p in held if _rounds_to(p, weight)]
-    return copies[0] if len(copies) == 1 else None
-
-
 def held_first(
     optimizers: Sequence[Optimizer], weight: Tensor
 ) -> tuple[Optimizer, Tensor | None]:
-    """Returns the first optimizer that holds a weight, with the tensor that it updates; the first of all and None if
-    none holds it."""
+    """Returns the first optimizer that holds a weight, with the weight; the first of all and None if none holds it."""
     for optimizer in optimizers:
-        if (tensor := stepped(optimizer, weight)) is not None:
-            return optimizer, tensor
+        if any(p is weight for g in optimizer.param_groups for p in g["params"]):
+            return optimizer, weight
     return optimizers[0], None
 
 
@@ -253,28 +227,15 @@ def _rounds_to(copy: Tensor, weight: Tensor) -> bool:
     )
 
 
-WeightNorm = Callable[[Tensor], Tensor]
-
-
-# Returns the Frobenius norm ‖W^h‖_F of each head's part, from [… r m] to […].
-frobenius_norm: WeightNorm = functools.partial(torch.linalg.vector_norm, dim=(-2, -1))
-
-
 @final
 class HeadNorms:
-    """Computes the norms of all heads of all weights, in one row [h] ordered by weight.
+    """Computes the Frobenius norms of all heads of all weights, in one row [h] ordered by weight.
 
-    If the optimizer updates a float32 copy, that is measured, since the weight is only its rounded value. ‖W^h‖² of a
-    weight that is split across processes is the sum of the squares on all of them, in one collective.
+    ‖W^h‖² of a weight that is split across processes is the sum of the squares on all of them, in one collective.
     """
 
-    def __init__(
-        self,
-        slices: Sequence[HeadSlice],
-        tensors: Sequence[Tensor],
-        norm: WeightNorm = frobenius_norm,
-    ) -> None:
-        self._slices, self._tensors, self._norm = slices, tensors, norm
+    def __init__(self, slices: Sequence[HeadSlice], tensors: Sequence[Tensor]) -> None:
+        self._slices, self._tensors = slices, tensors
         #: Of each split weight, the head of each row of this process's part; n, the number of heads, if no head owns it.
         self._owners: dict[int, Tensor] = {}
         blocks = [dist.local_block(s.parameter, t) for s, t in zip(slices, tensors)]
@@ -283,11 +244,6 @@ class HeadNorms:
                 heads = torch.arange(s.n)
                 owners = s.lines(heads, tensor.shape[s.axis], nobody=s.n)
                 self._owners[i] = owners[slice(*block.spans[s.axis])]
-                if norm is not frobenius_norm:
-                    raise RefusedError(
-                        f"{s.parameter} is split across processes, and a spectral norm cannot be computed from the "
-                        "parts; use norm=frobenius"
-                    )
         self._sums = dist.PartialSums(blocks)
         self._whole = [i for i in range(len(tensors)) if i not in self._owners]
         #: The heads [n r m] of the weights that are whole, or the weights where heads are no view of them.
@@ -306,7 +262,8 @@ class HeadNorms:
         norms: dict[int, Tensor] = {}
         for i, view in zip(self._whole, self._views()):
             s = self._slices[i]
-            of_heads = self._norm(view if s.grid is not None else s.heads(view))
+            heads = view if s.grid is not None else s.heads(view)
+            of_heads = torch.linalg.vector_norm(heads, dim=(-2, -1))
             norms[i] = of_heads if of_heads.device == device else of_heads.to(device)
         squares: list[Tensor] = []
         for i, owners in self._owners.items():

@@ -4,21 +4,17 @@ added to the model, or the modules that a remedy had changed are no longer in it
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from qkeel import distributed as dist
-from qkeel.capture.intercept import CapturedCall
 from qkeel.errors import caution
 from qkeel.handle import Handle, compose
-from qkeel.nn.attention import SpecModule
 from qkeel.patching.autograd import writes_to
-from qkeel.patching.forward import DormantHook, ForwardPasses, in_extra_pass, joining
-from qkeel.patching.guards import unguarded
-from qkeel.patching.modes import Args, Kwargs
+from qkeel.patching.forward import DormantHook, in_extra_pass
 from qkeel.patching.module_tables import (
     ModuleTree,
     hooks_after,
@@ -26,8 +22,6 @@ from qkeel.patching.module_tables import (
 )
 from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import Remedy, Target, active_on, module_name
-from qkeel.sites.site import AttentionSite
-from qkeel.sites.site_search import call_observer
 
 # Passes before which the weights changed without a step of the remedy's optimizer. One is a loaded state or a
 # perturbation of the weights, as sharpness-aware steps make it; three are another optimizer's training.
@@ -35,10 +29,11 @@ _PASSES = 3
 
 
 def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
-    """Warns once if the model trains on without steps of the optimizer that a remedy acts on.
+    """Warns once if the model trains on without steps of the optimizer that a remedy acts on, and of attention that is put
+    into the model later.
 
-    That is: the weights have changed before each of three passes with gradients since its last step, or they are no
-    longer parameters of the model. There is no warning if the same remedy has been applied anew."""
+    Without steps is: the weights have changed before each of three passes with gradients since its last step, or they
+    are no longer parameters of the model. There is no warning if the same remedy has been applied anew."""
     optimizer = target.need_optimizers(remedy.name)[0]
     model, kind = target.model, type(optimizer).__name__
     modules = [weakref.ref(site.module) for site in target.sites]
@@ -48,34 +43,42 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
     # The sum of the weights' versions before the last pass, if no step of the optimizer followed it.
     version: int | None = None
     passes, has_warned = 0, False
-    n_parameters = len(tree.parameters())
-    # Of several optimizers, each has the remedy on sites of its own, and the first tells. The target holds the optimizer,
-    # whose end is the remedy's.
-    sites, is_first = target.sites, target.sites[:1] == target.all_sites[:1]
-    modules_before = weakref.WeakSet[nn.Module](model.modules())
+    # Of several optimizers, each has the remedy on sites of its own, and the first tells of later attention. A new layer
+    # is an instance of a class that makes attention calls in this model.
+    is_first = target.sites[:1] == target.all_sites[:1]
+    kinds = tuple({type(site.module) for site in target.sites})
+    known = weakref.WeakSet[nn.Module](model.modules())
+    listed = tree.named()
 
     def after_step(*_: object) -> None:
         nonlocal version, passes
         version, passes = None, 0
 
-    def before_pass(_: nn.Module, args: Args, kwargs: Kwargs, compiled: bool) -> None:
-        nonlocal version, passes, has_warned, n_parameters
+    def look_for_later_attention() -> None:
+        nonlocal listed
+        earlier, listed = listed, tree.named()
+        if not is_first or listed is earlier:
+            return
+        added = {name: m for name, m in tree.of_kind(*kinds) if m not in known}
+        known.update(added.values())
+        if later := [n for n, m in added.items() if remedy.name not in active_on(m)]:
+            caution(
+                f"{remedy.name} does not act on {', '.join(later)}, which was put into the model later: remove() the "
+                f"handle and apply {remedy.name} again"
+            )
+
+    def before_pass(*_: object) -> None:
+        nonlocal version, passes, has_warned
         # Without gradients it is no training, and may run other weights, as an average of them.
         if has_warned or not torch.is_grad_enabled() or in_extra_pass():
             return
         earlier, version = version, writes_to(weights)
         # Weights that stay as they are mean accumulated gradients, however many passes there are.
         passes += earlier not in (None, version)
+        look_for_later_attention()
         # fully_shard exchanges parameters during passes. Elsewhere in the model is fine, as under a parametrization that
         # was added later.
-        held = tree.parameters()
-        # An added layer has parameters of its own.
-        if is_first and len(held) != n_parameters:
-            n_parameters = len(held)
-            _look_for_later_attention(
-                model, sites, remedy, modules_before, args, kwargs
-            )
-        missing = ids.difference(map(id, held))
+        missing = ids.difference(map(id, tree.parameters()))
         is_replaced = any([not dist.is_split(x) for x in weights if id(x) in missing])
         if not is_replaced and passes < _PASSES:
             return
@@ -100,23 +103,23 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
             caution(f"{remedy.name} has no effect: {reason}")
 
     steps = optimizer.register_step_post_hook(in_real_steps(after_step))
-    in_copy = _TrainedCopy(remedy.name, names[0], module_name(target.sites[0]))
-    hook = _HookWithCopies(before_pass, in_copy)
+    hook = _HookWithCopies(
+        before_pass, remedy.name, names[0], module_name(target.sites[0])
+    )
     calls = model.register_forward_pre_hook(hook, with_kwargs=True)
     return compose([Handle(calls.remove), Handle(steps.remove)])
 
 
 class _HookWithCopies(DormantHook):
-    """A hook before the passes of a model, in whose deep copies `in_copy` is called. Pickles load without qkeel, and so
-    without a hook."""
+    """A hook before the passes of a model; a deep copy of the model has a `_TrainedCopy` in its place. Pickles load
+    without qkeel, and so without a hook."""
 
-    def __init__(self, act: object, in_copy: _TrainedCopy) -> None:
+    def __init__(self, act: object, *about: str) -> None:
         super().__init__(act)
-        self._in_copy = in_copy
+        self._about = about
 
     def __deepcopy__(self, memo: object) -> _HookWithCopies:
-        in_copy = self._in_copy.fresh()
-        return _HookWithCopies(in_copy.before_pass, in_copy)
+        return _HookWithCopies(_TrainedCopy(*self._about).before_pass, *self._about)
 
 
 @final
@@ -127,37 +130,32 @@ class _TrainedCopy:
     networks get none, also where their passes are recorded."""
 
     def __init__(self, remedy: str, weight: str, site: str) -> None:
-        self._remedy, self._weight, self._site = remedy, weight, site
-        self._id: int | None = None
+        self._remedy, self._name, self._site = remedy, weight, site
+        self._weight: Tensor | None = None
         self._version: int | None = None
-        self._has_told = False
-
-    def fresh(self) -> _TrainedCopy:
-        """Another copy's, which has seen nothing yet."""
-        return _TrainedCopy(self._remedy, self._weight, self._site)
 
     def before_pass(self, model: nn.Module, *_: object) -> None:
         """Called before each pass of the copy."""
-        if self._has_told or not torch.is_grad_enabled() or in_extra_pass():
+        if not self._name or not torch.is_grad_enabled() or in_extra_pass():
             return
-        try:
-            weight = model.get_parameter(self._weight)
-            is_active = self._remedy in active_on(model.get_submodule(self._site))
-        except AttributeError:
-            # A copy whose modules were exchanged.
-            return
-        if is_active or not (weight.is_leaf and weight.requires_grad):
-            return
-        if self._id != id(weight):
-            self._id, self._version = id(weight), None
-            weight.register_post_accumulate_grad_hook(self._note_gradient)
-        elif self._version not in (None, writes_to([weight])):
-            self._has_told = True
-            caution(
-                f"{self._remedy} does not act on a {type(model).__name__} that is trained now: it is a copy of the model "
-                f"that {self._remedy} was applied to, and a copy does not have what acts on an optimizer's steps. Apply it "
-                f'to the copy too: qkeel.apply(copy, "{self._remedy}", optimizer_of_copy)'
-            )
+        if self._weight is None:
+            try:
+                weight = model.get_parameter(self._name)
+            except AttributeError:
+                # The modules of this copy were exchanged.
+                self._name = ""
+                return
+            if weight.requires_grad:
+                self._weight = weight
+                weight.register_post_accumulate_grad_hook(self._note_gradient)
+        elif self._version not in (None, writes_to([self._weight])):
+            self._name = ""
+            if self._remedy not in active_on(model.get_submodule(self._site)):
+                caution(
+                    f"{self._remedy} does not act on a {type(model).__name__} that is trained now: it is a copy of the "
+                    f"model that {self._remedy} was applied to, and a copy does not have what acts on an optimizer's "
+                    f'steps. Apply it to the copy too: qkeel.apply(copy, "{self._remedy}", optimizer_of_copy)'
+                )
 
     def _note_gradient(self, weight: Tensor) -> None:
         # The first time, since a step within the backward pass may come before this.
@@ -199,44 +197,3 @@ def notice_replaced_modules(
     modules = tree.named()
     hook = model.register_forward_pre_hook(DormantHook(before_pass), with_kwargs=True)
     return Handle(hook.remove)
-
-
-def _look_for_later_attention(
-    model: nn.Module,
-    sites: Sequence[AttentionSite],
-    remedy: Remedy,
-    before: weakref.WeakSet[nn.Module],
-    args: Args,
-    kwargs: Kwargs,
-) -> None:
-    """Observes the pass of these arguments, which is about to begin, and warns of attention in modules that were put into
-    the model after a remedy was applied; they are added to the modules `before`."""
-    later: dict[str, nn.Module] = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, SpecModule) and module not in before
-    }
-
-    def note(captured: CapturedCall) -> None:
-        if captured.frame.module not in before:
-            later[captured.frame.name] = captured.frame.module
-
-    def begin(args: Args, kwargs: Kwargs, compiled: Callable[[], bool]) -> None:
-        # Compiled code does not run inside a mode.
-        if not compiled():
-            watcher = call_observer(model, sites, note)
-            watcher.stack.begun(args, dict(kwargs))
-            watcher.look(passes.around)
-
-    def end(output: object, failed: bool) -> None:
-        passes.remove()
-        names = [n for n, m in later.items() if remedy.name not in active_on(m)]
-        if names and not failed:
-            before.update(later.values())
-            caution(
-                f"{remedy.name} does not act on {', '.join(names)}, which was put into the model later: remove() the "
-                f"handle and apply {remedy.name} again"
-            )
-
-    with joining(model, args, kwargs):
-        passes = ForwardPasses(model, begin, end, guard=unguarded)

@@ -17,7 +17,7 @@ from qkeel.errors import RefusedError, check_known
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.module_forward import put_in_place
-from qkeel.patching.module_tables import names_in_use, parameters_of
+from qkeel.patching.module_tables import names_in_use
 from qkeel.remedies.added_parameters import add_submodules
 from qkeel.remedies.base import Target, module_name, where
 from qkeel.remedies.foreign_attention import change_calls
@@ -45,8 +45,8 @@ from qkeel.spec.logits import Scale
 from qkeel.spec.norm import GainKind, GainNorm, NormedPart, On, Over
 from qkeel.spec.slot import ParameterSizes
 
-# The modules that produce each side.
-SourcesBySide = dict[NormedPart, list[HeadSource]]
+# The module that produces each side.
+SourcesBySide = dict[NormedPart, HeadSource]
 # The relative length by which eps, under the root, may shorten a vector of usual size.
 _SHORTER = 0.05
 KINDS: dict[str, type[GainNorm]] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
@@ -62,24 +62,15 @@ class _Projection:
         # The first call, and what it uses.
         self.site, self.source = site, source
         self.rows: dict[NormedPart, set[tuple[int, ...]]] = {}
-        self.names: dict[NormedPart, str] = {}
 
     def add(
-        self,
-        remedy: str,
-        site: AttentionSite,
-        side: NormedPart,
-        number: int,
-        source: HeadSource,
+        self, remedy: str, site: AttentionSite, side: NormedPart, source: HeadSource
     ) -> None:
         """Adds the heads that a call uses."""
         if module_name(self.site) != module_name(site):
             raise RefusedError(
                 f"{remedy} at {where(site)}: its projections also produce heads of {where(self.site)}"
             )
-        self.names.setdefault(
-            side, f"{side}_norm_{number}" if number > 1 else f"{side}_norm"
-        )
         rows = self.rows.setdefault(side, set())
         new = {tuple(row) for row in source.index.tolist()} - rows
         taken = {feature for row in rows for feature in row}
@@ -101,8 +92,7 @@ class ChangeNorm(ChangeSpec):
     heads (nn.MultiheadAttention multiplies by its own weight, and latent attention concatenates keys from two parts),
     the attention call is replaced, which is possible for norms that commute with the rotation.
 
-    Heads are the heads of a token, even if a logit sums over tokens (tied rows, attention over channels). A table of
-    relative positions that multiplies queries stays unchanged, like a bias.
+    Heads are the heads of a token, even if a logit sums over tokens (tied rows, attention over channels).
     """
 
     sides: ClassVar[tuple[NormedPart, ...]] = ("q", "k")
@@ -194,14 +184,8 @@ class ChangeNorm(ChangeSpec):
     def _sources(
         self, target: Target, site: AttentionSite, values: tuple[HeadSlice, ...] | str
     ) -> SourcesBySide:
-        """Returns the modules that produce each side, ignoring tables of relative positions. values: the last weights
-        on the path to the values, or why they are unknown."""
-        operands = []
-        if len(site.terms) > 1:
-            pairs = target.seen().operands(site.name)
-            operands = [operand for pair in pairs for operand in pair]
-        tables = {name for operand in operands for name in operand.tables}
-        widths = {operand.width for operand in operands if not operand.tables}
+        """Returns the module that produces each side. values: the last weights on the path to the values, or why they are
+        unknown."""
         plan: SourcesBySide = {}
         for side in self.sides:
             ways = [
@@ -213,16 +197,7 @@ class ChangeNorm(ChangeSpec):
                         f"it is not known which weights produce the values ({values}); use qk_norm"
                     )
                 ways = list(values)
-            sources = heads_of(
-                target.model, site, side, [s for s in ways if s.parameter not in tables]
-            )
-            # Heads that are concatenated from the outputs of several modules.
-            if len(sources) > 1 and {s.index.shape[1] for s in sources} != widths:
-                names = ", ".join(sorted(source.name for source in sources))
-                raise refuse_heads(
-                    f"the {SIDES[side]} are not the output of a single module: they are computed by {names}"
-                )
-            plan[side] = sources
+            plan[side] = heads_of(target.model, site, side, ways)
         return plan
 
     def _norm_projections(
@@ -235,16 +210,14 @@ class ChangeNorm(ChangeSpec):
         sites = [site for site in sites if site.name in plans]
         projections: dict[int, _Projection] = {}
         for site in sites:
-            for side, sources in plans[site.name].items():
-                for number_of_source, source in enumerate(sources, 1):
-                    projection = projections.setdefault(
-                        id(source.module), _Projection(site, source)
-                    )
-                    projection.add(self.name, site, side, number_of_source, source)
-        # Modules whose forward ran; the weights of the others are read by the module around them.
-        called, placed = target.seen().called, []
+            for side, source in plans[site.name].items():
+                projection = projections.setdefault(
+                    id(source.module), _Projection(site, source)
+                )
+                projection.add(self.name, site, side, source)
+        placed = []
         for projection in projections.values():
-            module, site = projection.source.module, projection.site
+            site = projection.site
             norms = self._norms(target, projection)
             yield add_submodules(
                 target,
@@ -252,20 +225,12 @@ class ChangeNorm(ChangeSpec):
                 {name: norm for name, norm, _ in norms},
                 target.parameter(site.query[0].parameter),
             )
-            is_called = id(module) in called or "weight" not in parameters_of(module)
             normed = NormedProjection(
-                projection.source,
-                [(norm, index) for _, norm, index in norms],
-                inside=None if is_called else site.module,
+                projection.source, [(norm, index) for _, norm, index in norms]
             )
             yield put_in_place(normed)
             placed.append(normed)
-        summed = {
-            name
-            for name, plan in plans.items()
-            if any(len(s) > 1 for s in plan.values())
-        }
-        self._check(target, sites, placed, summed)
+        self._check(target, sites, placed)
 
     def _norms(
         self, target: Target, projection: _Projection
@@ -295,7 +260,7 @@ class ChangeNorm(ChangeSpec):
                 factor=factor,
                 learned=learned,
             )
-            name = projection.names[side]
+            name = f"{side}_norm"
             # timm has an Identity in the place of a norm that is switched off.
             norms.append((f"added_{name}" if name in taken else name, norm, index))
         return norms
@@ -305,17 +270,15 @@ class ChangeNorm(ChangeSpec):
         target: Target,
         sites: list[AttentionSite],
         placed: list[NormedProjection],
-        summed: set[str],
     ) -> None:
         """Checks in one pass that every norm runs, and that the vectors in the scores have the length it gives them.
 
-        The search is made again only for what does not show in the vectors themselves: sums of several products, and
-        norms by a user, whose output may have any length.
+        The search is made again only for what does not show in the vectors themselves: norms by a user, whose output may
+        have any length.
 
         Raises:
-            RefusedError: a norm did not run, or its output does not affect the scores of its site, the outputs of
-                several modules are added, so that the sum is not normed, or an operation between the norm and the
-                scores changes the length.
+            RefusedError: a norm did not run, or its output does not affect the scores of its site, or an operation
+                between the norm and the scores changes the length.
         """
         operands: dict[str, list[tuple[OperandNorms, OperandNorms]]] = {}
 
@@ -347,7 +310,7 @@ class ChangeNorm(ChangeSpec):
                 if site.name not in after or not is_normed(after[site.name])
             ]
             operands = {}
-            if summed or is_known:
+            if is_known:
                 operands = {site.name: trace.operands(site.name) for site in sites}
         if idle or sizes != [{projection.size} for projection in placed]:
             raise RefusedError(
@@ -355,11 +318,10 @@ class ChangeNorm(ChangeSpec):
                 "affect the attention scores, because something other than the module that holds the weights uses them"
             )
         for site in sites:
-            # eps shortens small vectors. No tolerance is allowed for this if several outputs are summed.
-            tolerance = None if site.name in summed else _SHORTER
             for q, k in operands.get(site.name, []):
                 for side, operand in (("q", q), ("k", k)):
-                    if side in self.sides and not operand.normed(norm.over, tolerance):
+                    # eps shortens small vectors.
+                    if side in self.sides and not operand.normed(norm.over, _SHORTER):
                         least, most = operand.extremes()
                         raise RefusedError(
                             f"{self.name} at {where(site)}: after the norm of the projection, vectors of {side} reach "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -12,16 +12,10 @@ from torch.nn import functional as F
 
 from qkeel import distributed as dist
 from qkeel.errors import InvalidValueError
-from qkeel.functional.bounds import spectral_norm
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import HeadsBySite, Target, active_at
-from qkeel.remedies.head_weights import (
-    HeadNorms,
-    HeadWeights,
-    frobenius_norm,
-    slice_name,
-)
+from qkeel.remedies.head_weights import HeadNorms, HeadWeights, slice_name
 from qkeel.remedies.optimizer_steps import scale_steps
 from qkeel.remedies.saved_state import SavedState
 from qkeel.remedies.step_remedy import UNDOES_MATCHED_STEPS, StepRemedy, sites_of
@@ -40,18 +34,14 @@ class LALR(StepRemedy):
     published algorithm 2 for MLA, extended to grouped keys. In a GAU, W_z produces both q and k and is its own partner.
     A weight that layers share is part of the terms of all these layers.
 
-    Biases keep the base rate. The full step is scaled, including decoupled weight decay, unless decay="plain" keeps the
-    decay at the base rate η·λ. For a matrix whose norm becomes zero, the initial norm is used; a matrix that was zero
+    The norms are Frobenius norms. Biases keep the base rate. The full step is scaled, including decoupled weight decay.
+    For a matrix whose norm becomes zero, the initial norm is used; a matrix that was zero
     at the start is always ignored. Frozen weights count as partners. "Start" is when the remedy is applied; the
     optimizer's checkpoints contain the norms at the start, and so does `state()`. `heads` names the sites whose weights
-    get such rates, with all their heads, as ((site.name, ()),). norm="spectral" synchronises a GPU with the host at every
-    step, to solve an eigenvalue problem of size d per head.
+    get such rates, with all their heads, as ((site.name, ()),).
     """
 
     tau: float = 0.1  #: τ, the factor on the rate, above 0
-    #: the norm of the weights in f
-    norm: Literal["frobenius", "spectral"] = "frobenius"
-    decay: Literal["scaled", "plain"] = "scaled"
     heads: HeadsBySite | None = None
 
     name, takes_masks = "lalr", False
@@ -59,7 +49,7 @@ class LALR(StepRemedy):
     source = "Anson & Aitchison 2025 (QuacK), arXiv 2511.21377, algorithms 1 and 2"
     rule = (
         "each step, per head h: lr(W_Q^h) = {tau} · η · ‖W_K^h‖₀ / ‖W_K^h‖, "
-        "lr(W_K^h) = {tau} · η · ‖W_Q^h‖₀ / ‖W_Q^h‖; ‖·‖ the {norm} norm now, ‖·‖₀ at the start, η the optimizer's rate"
+        "lr(W_K^h) = {tau} · η · ‖W_Q^h‖₀ / ‖W_Q^h‖; ‖·‖ the norm now, ‖·‖₀ at the start, η the optimizer's rate"
     )
     if_normed = (
         "a norm on q and k already makes the logit independent of the size of the weights",
@@ -91,11 +81,7 @@ class LALR(StepRemedy):
         weights = HeadWeights(target, self.name)
         norms = HeadNorms(
             weights.slices,
-            [
-                p if t is None else t
-                for p, t in zip(weights.parameters, weights.tensors)
-            ],
-            spectral_norm if self.norm == "spectral" else frobenius_norm,
+            weights.parameters,
         )
         if dist.world() > 1:
             # No process may fail from here on, because the sums of the norms wait for the others.
@@ -103,14 +89,9 @@ class LALR(StepRemedy):
         start = norms()
         rates = HeadRates(target.sites, weights, start)
         steps = scale_steps(
-            weights,
-            lambda: self.tau * rates(norms()),
-            remedy=self.name,
-            keeps_decay=self.decay == "plain",
+            weights, lambda: self.tau * rates(norms()), remedy=self.name
         )
-        # The kind of norm is part of the names, so that the norms of one kind are never taken for those of the other.
-        kind = "" if self.norm == "frobenius" else f":{self.norm}"
-        names = [f"{slice_name(s)}{kind}" for s in weights.slices]
+        names = [slice_name(s) for s in weights.slices]
         saved = SavedState(
             weights.all_optimizers,
             self.name,

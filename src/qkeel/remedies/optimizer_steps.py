@@ -11,10 +11,8 @@ from torch.optim import Optimizer
 
 from qkeel.handle import Handle, compose
 from qkeel.patching.optimizers import before_change, go_first, in_real_steps
-from qkeel.patching.torch_state import multiply_all
 from qkeel.remedies.head_rows import HeadRows
 from qkeel.remedies.head_weights import HeadWeights, found_inf
-from qkeel.remedies.optimizer_trials import ParamGroup
 
 SCALES = "scales small steps"
 
@@ -24,13 +22,11 @@ def scale_steps(
     factors: Callable[[], Tensor],
     *,
     remedy: str,
-    keeps_decay: bool = False,
     freezes: bool = False,
 ) -> Handle:
     """Scales every step of these weights by factors per head, until the returned handle is removed.
 
-    The full step is scaled, including decoupled weight decay: w ← w_old + f · (w_new - w_old). With `keeps_decay` the
-    decay keeps its full size: w ← (1 - ηλ) · w_old + f · (w_new - (1 - ηλ) · w_old). A factor of 1 leaves the new
+    The full step is scaled, including decoupled weight decay: w ← w_old + f · (w_new - w_old). A factor of 1 leaves the new
     weight unchanged bit for bit. This is exact for every optimizer whose step is linear in the learning rate, which a
     trial step shows. It happens before all other post-step hooks (such as a clip or an average), in whatever order they
     were added, and the host reads nothing back. The tensors are copied for the duration of the step.
@@ -39,7 +35,6 @@ def scale_steps(
         weights: the weights, with the rows of their heads and the optimizers that hold them.
         factors: computes the factors [h], ordered by weight, before each step of one of the optimizers.
         remedy: the remedy's name, for errors.
-        keeps_decay: whether decoupled weight decay keeps its full size.
         freezes: whether all factors are 0 or 1; weights with a factor of 0 then keep their bits whatever the step does.
 
     Raises:
@@ -63,9 +58,7 @@ def scale_steps(
     """
     if not freezes:
         weights.check_precision(remedy, SCALES)
-    weights.check_steps(
-        remedy, is_scaled=not freezes, needs_decoupled_decay=keeps_decay
-    )
+    weights.check_steps(remedy, is_scaled=not freezes)
 
     def scale_steps_of(optimizer: Optimizer) -> Handle:
         rows = rows_of(weights, optimizer)
@@ -80,11 +73,6 @@ def scale_steps(
                 weights.check_precision(remedy, SCALES)
             row[:] = [with_one(factors())]
             copies[:] = rows.copies()
-            if keeps_decay:
-                remaining = decayed(
-                    optimizer, weights, lambda g: g.get("weight_decay", 0.0)
-                )
-                multiply_all(copies, rows.factors(remaining, copies))
 
         @torch.no_grad()
         def after(*_: object) -> None:
@@ -115,7 +103,7 @@ def decay_before_steps(
 
     @torch.no_grad()
     def before(_: Optimizer) -> None:
-        rows.scale(decayed(optimizer, weights, lambda _: decay))
+        rows.scale(decayed(optimizer, weights, decay))
 
     hook = optimizer.register_step_pre_hook(in_real_steps(before_change(before)))
     # Before `scale_steps` copies the weights, so that only the optimizer's own step is scaled.
@@ -137,9 +125,7 @@ def with_one(factors: Tensor) -> Tensor:
     return F.pad(factors, (0, 1), value=1.0)
 
 
-def decayed(
-    optimizer: Optimizer, weights: HeadWeights, decay: Callable[[ParamGroup], float]
-) -> Tensor:
+def decayed(optimizer: Optimizer, weights: HeadWeights, decay: float) -> Tensor:
     """Returns 1 - η · decay for each head of each weight, with the rate η of the weight's group, and a 1 at the end.
 
     It is 1 for weights that a step leaves as they are: without a gradient, and in a step that a GradScaler skips."""
@@ -148,8 +134,7 @@ def decayed(
     tensors = weights.held_by(optimizer)
     for values, tensor in zip(row.split(weights.counts), tensors):
         if tensor is not None and tensor.grad is not None:
-            group = group_of[id(tensor)]
-            lost = group["lr"] * decay(group)
+            lost = group_of[id(tensor)]["lr"] * decay
             # A rate that is a tensor stays on its device: the host waits for nothing.
             values.fill_(1 - (lost.reshape(()) if isinstance(lost, Tensor) else lost))
     infinite = found_inf(optimizer)

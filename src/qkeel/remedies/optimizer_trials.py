@@ -66,7 +66,6 @@ def check_steps(
     tensors: Iterable[Tensor | None],
     *,
     is_scaled: bool = True,
-    needs_decoupled_decay: bool = False,
 ) -> None:
     """Raises RefusedError unless a remedy may change an optimizer's steps of these tensors.
 
@@ -81,7 +80,6 @@ def check_steps(
         tensors: the tensors that the remedy changes; only their groups are tried.
         is_scaled: whether the remedy scales steps. An optimizer that cannot be tried is then refused; otherwise it is
             accepted with a warning.
-        needs_decoupled_decay: whether weight decay must be separable from the rest of the step.
     """
     kind = type(optimizer).__name__
     if not is_scaled and isinstance(optimizer, torch.optim.LBFGS):
@@ -101,15 +99,6 @@ def check_steps(
                 if is_scaled:
                     _check_linear(trial, remedy, kind)
                 _check_keeps_changes(trial, remedy, kind, "weight_decay" in group)
-                if (
-                    needs_decoupled_decay
-                    and group.get("weight_decay")
-                    and not _is_decoupled(trial)
-                ):
-                    raise RefusedError(
-                        f"{remedy} can leave decoupled weight decay at its full size, but {kind} adds its weight decay "
-                        "to the gradient; use decay=scaled or AdamW"
-                    )
         finally:
             streams.restore()
 
@@ -139,10 +128,10 @@ class _Trial:
             vars(step)["__wrapped__"] if vars(step).get("hooked") else step
         )
 
-    def run(self, steps: int, size: float = 1.0) -> Tensor:
-        """Takes steps with a gradient of this size and returns the weight after them."""
+    def run(self, steps: int) -> Tensor:
+        """Takes steps and returns the weight after them."""
         for _ in range(steps):
-            self.weight.grad = self._gradient * size
+            self.weight.grad = self._gradient.clone()
             self._step(self.optimizer)
         return self.weight.detach().clone()
 
@@ -210,13 +199,6 @@ def _check_keeps_changes(
             f"{remedy} changes weights after the step, and {kind} would overwrite them from its own copy of the "
             "weights (schedule-free, lookahead, …); use an optimizer that updates the weights directly"
         )
-
-
-def _is_decoupled(trial: Callable[..., _Trial]) -> bool:
-    """True if steps with a zero gradient are w ← (1 - ηλ)·w. Two steps are checked, because of possible momentum."""
-    stepped = trial(lr=0.01, weight_decay=0.5)
-    expected = stepped.weight.detach() * (1 - 0.01 * 0.5) ** 2
-    return torch.allclose(stepped.run(2, size=0.0), expected, rtol=1e-5)
 
 
 def optimizer_like(

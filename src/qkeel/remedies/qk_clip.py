@@ -84,7 +84,7 @@ class QKClip(StepRemedy):
     in either mode and on all processes of the run; references, rollouts and evaluation do not count. If a GradScaler
     skips a step, nothing is clipped and the maxima are carried over to the next step. Queries of padding count as all
     others do, because a call of attention does not say which rows its model leaves out of the loss. Float32 copies of
-    low-precision weights that the optimizer updates or keeps in its state are scaled too. If `heads` is given, heads
+    low-precision weights that the optimizer keeps in its state are scaled too. If `heads` is given, heads
     that it does not name are never clipped.
 
     A clip makes the weights smaller but not the later steps, so the same steps then change the direction of the weights
@@ -220,17 +220,19 @@ class _Clip:
         #: Whether maxima have come since the last step of the first optimizer. The passes of the first step may have come
         #: before the clip, as an autopilot applies one between the steps of two optimizers.
         self._has_maxima = True
-        named = dict(remedy.heads or ())
-        #: Which heads the option `heads` leaves out.
-        self._unnamed = torch.cat(
-            [
-                ~torch.isin(
-                    torch.arange(site.n_heads),
-                    torch.tensor(named.get(site.name) or range(site.n_heads)),
-                )
-                for site in target.sites
-            ]
-        )
+        #: Which heads the option `heads` leaves out, if it is given.
+        self._unnamed: Tensor | None = None
+        if remedy.heads is not None:
+            named = dict(remedy.heads)
+            self._unnamed = torch.cat(
+                [
+                    ~torch.isin(
+                        torch.arange(site.n_heads),
+                        torch.tensor(named.get(site.name) or range(site.n_heads)),
+                    )
+                    for site in target.sites
+                ]
+            )
         # All that may refuse precedes the tap.
         self.tap = Tap(
             target.model,
@@ -250,9 +252,8 @@ class _Clip:
         # Maxima from a step that a GradScaler skipped; -inf from other steps.
         self.kept: Tensor | None = None
         self._copies: dict[int, tuple[str, ...]] = {}
-        # The same list while no module is put in, wrapped or moved.
+        # The tree gives the same list while no module is put in, wrapped or moved.
         self._modules = self.tap.tree.named()
-        self._earlier_names: dict[str, str] = {}
         self._has_warned = self._has_warned_of_frozen = False
         self._has_warned_of_open_step = False
         #: Of each head that every step clips: the product of the factors so far, and its largest logit before them.
@@ -281,13 +282,9 @@ class _Clip:
         )
         shares: dict[Optimizer, list[Share]] = {}
         for i, heads in enumerate(weights.indices()):
-            # Of a float32 copy, from which the optimizer would bring the old weight back, both are scaled.
-            tensors = {id(x): x for x in (weights.parameters[i], weights.tensors[i])}
-            for tensor in tensors.values() if len(columns[i]) > 1 else ():
-                if tensor is not None:
-                    shares.setdefault(weights.holders[i], []).append(
-                        (tensor, weights.slices[i], heads)
-                    )
+            if len(columns[i]) > 1:
+                share = weights.parameters[i], weights.slices[i], heads
+                shares.setdefault(weights.holders[i], []).append(share)
         for optimizer, held in shares.items():
             self.rows[optimizer] = HeadRows(held, sum(weights.counts))
             is_held = [
@@ -309,8 +306,7 @@ class _Clip:
         # What was not trained is dropped.
         self.tap.take("eval")
         measured = self.tap.take("train")
-        names = self._names_at_apply(measured)
-        self._has_maxima |= bool(names)
+        self._has_maxima |= bool(measured)
         is_first = optimizer is self._first()
         if (
             is_first
@@ -332,6 +328,7 @@ class _Clip:
         # All heads of alike sites lie in one tensor.
         largest = [stats.max_logit for stats in joint_statistics(measured).values()]
         if not is_usual or any(map(self._is_over, largest)):
+            names = self._names_at_apply(measured)
             maxima = {name: measured[x].max_logit for x, name in names.items()}
             self._set_factors(self.shared.over_all(maxima), infinite)
         else:
@@ -357,25 +354,14 @@ class _Clip:
     def _names_at_apply(self, measured: Iterable[str]) -> dict[str, str]:
         """Returns, by the names of the sites that were measured, those that they had when the clip was applied."""
         modules = self.tap.tree.named()
-        if modules is not self._modules:
-            self._modules = modules
-            names = {id(module): name for name, module in modules}
-            earlier = {x.name.partition("#")[0]: x.module for x in self.sites}
-            self._earlier_names = {
-                # What now has the name of a layer that was moved is none of the clip's.
-                **dict.fromkeys(earlier, ""),
-                **{
-                    names[id(module)]: name
-                    for name, module in earlier.items()
-                    if id(module) in names
-                },
-            }
-        if not self._earlier_names:
+        if modules is self._modules:
             return {name: name for name in measured}
-        names = {}
+        earlier = {id(module): name for name, module in self._modules}
+        current, names = dict(modules), {}
         for name in measured:
             module, mark, number = name.partition("#")
-            names[name] = f"{self._earlier_names.get(module, module)}{mark}{number}"
+            # What is new, or has the name of a layer that was moved, is none of the clip's.
+            names[name] = f"{earlier.get(id(current[module]), '?')}{mark}{number}"
         return names
 
     @torch.no_grad()
@@ -416,35 +402,39 @@ class _Clip:
 
     def _tell_of_constant(self, row: Tensor, gamma: Tensor) -> None:
         """Says once which head stays over the threshold although every step clips it: what its weights do not make, such
-        as a constant that is joined to q and k, does not shrink with them."""
+        as a constant that is joined to q and k, does not shrink with them. Every eighth clip looks."""
         asked, before = self._run_of_clips or (torch.ones_like(row), row)
-        # Before its first clip, a head's largest logit may be anything, also negative.
-        stays = (gamma < 1) & (asked < 1) & (row > REGROWN * before * asked)
+        is_clipped = gamma < 1
         self._n_clips += 1
-        # The host would wait for a device, so it asks seldom.
-        is_read = _readable(row) or self._n_clips % 64 == 0
-        if is_read and bool(stays.any()):
-            self._has_warned_of_constant = True
-            first = int(stays.nonzero()[0])
-            largest, factor = float(row[first]), float(asked[first])
-            heads = [(site, i) for site in self.sites for i in range(site.n_heads)]
-            site, head = heads[first]
-            cause = (
-                "Something"
-                if self.remedy.steps == "matched"
-                else "Either the optimizer's steps are as large as its weights, and make them anew after each clip: take "
-                "steps=matched, or a lower rate. Or something"
-            )
-            caution(
-                f"qk_clip does not bring {where(site)}, head {head}, under {self.remedy.threshold:g}: its largest logit is "
-                f"still {largest:,.4g} after clips by {factor:.1g} in a row. {cause} is in its logits that the "
-                "clipped weights do not make, such as a constant that is joined to q and k: each clip shrinks what they "
-                "do make, so remove() the handle, and limit its steps with lalr"
-            )
-        is_first = asked == 1
+        # Every operator on cold memory is a part of the clip's time, and for a device the host would wait.
+        if self._n_clips % (8 if _readable(row) else 64) == 0:
+            # Before its first clip, a head's largest logit may be anything, also negative.
+            stays = is_clipped & (asked < 1) & (row > REGROWN * before * asked)
+            heads = stays.nonzero()[:, 0].tolist()
+            if heads:
+                self._warn_of_constant(heads[0], row, asked)
         self._run_of_clips = (
-            torch.where(gamma < 1, asked * gamma, 1.0),
-            torch.where(is_first, row, before),
+            torch.where(is_clipped, asked * gamma, 1.0),
+            torch.where(asked == 1, row, before),
+        )
+
+    def _warn_of_constant(self, number: int, row: Tensor, asked: Tensor) -> None:
+        """Warns of a head that its clips do not bring under the threshold."""
+        self._has_warned_of_constant = True
+        largest, factor = float(row[number]), float(asked[number])
+        heads = [(site, i) for site in self.sites for i in range(site.n_heads)]
+        site, head = heads[number]
+        cause = (
+            "Something"
+            if self.remedy.steps == "matched"
+            else "Either the optimizer's steps are as large as its weights, and make them anew after each clip: take "
+            "steps=matched, or a lower rate. Or something"
+        )
+        caution(
+            f"qk_clip does not bring {where(site)}, head {head}, under {self.remedy.threshold:g}: its largest logit is "
+            f"still {largest:,.4g} after clips by {factor:.1g} in a row. {cause} is in its logits that the "
+            "clipped weights do not make, such as a constant that is joined to q and k: each clip shrinks what they "
+            "do make, so remove() the handle, and limit its steps with lalr"
         )
 
     def _scale(self, optimizer: Optimizer) -> None:
@@ -469,10 +459,11 @@ class _Clip:
         """Leaves out the maxima of heads that are not clipped.
 
         These are heads that the option leaves out, and all of a site with a weight that has been frozen since."""
-        if self._unnamed.device != row.device:
-            # Once, since the host would wait for its way to the device.
-            self._unnamed = self._unnamed.to(row.device)
-        row = row.masked_fill(self._unnamed, -torch.inf)
+        if self._unnamed is not None:
+            if self._unnamed.device != row.device:
+                # Once, since the host would wait for its way to the device.
+                self._unnamed = self._unnamed.to(row.device)
+            row = row.masked_fill(self._unnamed, -torch.inf)
         first = 0
         for site, weights in zip(self.sites, self._trained):
             if not all([p.requires_grad for p in weights]):

@@ -96,8 +96,10 @@ class SharedMaxima:
             if missing and len(values) and site.name not in self._first:
                 self._tell(site, len(values))
                 values, missing = values[:0], site.n_heads
-            first = min(self._first.get(site.name, 0), missing)
-            heads.append(F.pad(values, (first, missing - first), value=-torch.inf))
+            if missing:
+                first = min(self._first.get(site.name, 0), missing)
+                values = F.pad(values, (first, missing - first), value=-torch.inf)
+            heads.append(values)
         row = torch.cat(heads)
         if not self.several:
             return row

@@ -96,7 +96,7 @@ def parse(
 
     Example:
         >>> parse("quack", tau=0.3)
-        (LALR(tau=0.3, norm='frobenius', decay='scaled', heads=None),)
+        (LALR(tau=0.3, heads=None),)
     """
     if isinstance(remedy, Remedy):
         _no_options(options, remedy)

@@ -1,4 +1,5 @@
-"""HTML of reports: number formats, tables, figures, and the page that contains everything inline."""
+"""HTML of reports: number formats, cells of tables, and the file that contains everything inline, made by the templates in
+`assets`."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ import json
 import lzma
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qkeel.frames.tables import Markup, markup
-
-__all__ = ["Markup", "markup"]
+if TYPE_CHECKING:
+    import jinja2
 
 # Numbers as text and as chart data, which is rounded and thinned by omitting records.
 
@@ -138,246 +139,94 @@ def thin(heights: Sequence[float | None], limit: int = MAX_RECORDS) -> list[int]
 # Tables of a page, sortable by the numbers in their cells.
 
 
-def table(caption: str, head: Iterable[Markup], rows: Iterable[Markup]) -> Markup:
-    """Returns a sortable table that scrolls within its own frame."""
-    return markup(
-        '<div class="scroll" tabindex="0" role="region" aria-label="{0}"><table class="sortable">'
-        '<caption class="hidden">{0}</caption><thead><tr>{1}</tr></thead><tbody>{2}</tbody></table></div>',
-        caption,
-        head,
-        rows,
-    )
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell: its text, the number by which its column is sorted, a smaller text below, and its class in the styles."""
+
+    text: str
+    sort: str = ""
+    small: str = ""
+    kind: str = "text"
 
 
-def columns(*texts: str, kind: str = "num") -> list[Markup]:
-    """Returns column headings, for numbers or, with kind "text", for text."""
-    return [markup('<th scope="col" class="{}">{}</th>', kind, text) for text in texts]
+@dataclasses.dataclass(frozen=True, slots=True)
+class Swatch:
+    """A name with the colour of its series, which is the same everywhere on the page."""
+
+    text: str
+    series: int
+    round: int
 
 
-def table_row(head: str, *cells: Markup) -> Markup:
-    """Returns a row with its heading."""
-    return markup('<tr><th scope="row">{}</th>{}</tr>', head, cells)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table: the headings of its columns of texts, then of numbers, and each row's name with its cells."""
+
+    title: str
+    texts: Sequence[str]
+    numbers: Sequence[str]
+    rows: Sequence[tuple[str | Swatch, Sequence[Cell]]]
 
 
-def words(text: str) -> Markup:
-    """Returns a text cell."""
-    return markup('<td class="text">{}</td>', text)
-
-
-def cell(text: str, key: float, small: str = "", kind: str = "") -> Markup:
+def cell(text: str, key: float, small: str = "", kind: str = "") -> Cell:
     """Returns a number cell, where `key` is the sort key and `small` is shown below the text."""
     # The page sorts by this number, and NaN would have no place in the order.
     sort = "inf" if math.isnan(key) else f"{key:g}"
-    below = markup("<small>{}</small>", small) if small else ""
-    classes = f"num {kind}".strip()
-    return markup('<td class="{}" data-sort="{}">{}{}</td>', classes, sort, text, below)
+    return Cell(text, sort, small, f"num {kind}".strip())
 
 
-def measured(value: float, small: str = "") -> Markup:
+def measured(value: float) -> Cell:
     """Returns the cell of a measured value, or a dash for NaN, which means not measured."""
-    return NOTHING if math.isnan(value) else cell(number(value), value, small)
+    return NOTHING if math.isnan(value) else cell(number(value), value)
 
 
 NOTHING = cell("–", math.inf)
 
 
-# The structure of every page: a header with findings, sections, figures and a footer. The file loads nothing else.
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Section:
-    """One part of a page with its heading, which is omitted if it has no content."""
-
-    name: str
-    title: str
-    content: Markup
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
-    """The contents of a page.
-
-    lead: the main result, as a sentence or as markup. cautions: what limits it, a sentence each. data: the data that
-    the charts draw with the script `drawing` of report/assets, or None for no charts.
-    """
-
-    title: str
-    sections: Sequence[Section]
-    meta: str = ""
-    lead: str = ""
-    cautions: Sequence[str] = ()
-    data: Mapping[str, object] | None = None
-    drawing: str = ""
-    made: str = "Made by qkeel."
-
-    def html(self, *, refresh: float | None = None) -> str:
-        """Returns the HTML; with `refresh`, browsers load the file again after this number of seconds."""
-        lead = self.lead
-        if lead and not isinstance(lead, Markup):
-            lead = markup('<p class="lead">{}</p>', lead)
-        cautions = [markup('<li class="caution">{}</li>', x) for x in self.cautions]
-        reload, live, scripts, noscript = "", "", [], ""
-        if refresh is not None:
-            reload = markup('<meta http-equiv="refresh" content="{}">', f"{refresh:g}")
-            live = markup(
-                '<p class="live">The run goes on; this page reloads every {} s.</p>',
-                f"{refresh:g}",
-            )
-        if self.data is not None:
-            names = (_LIBRARY, "kit.js", self.drawing)
-            scripts = [json_script("report-data", self.data), *map(_script, names)]
-            noscript = Markup(
-                "<noscript><p>The charts need JavaScript; the tables are complete without it.</p></noscript>"
-            )
-        return markup(
-            _PAGE,
-            policy=POLICY,
-            reload=reload,
-            title=self.title,
-            style=Markup(_asset("report.css")),
-            live=live,
-            meta=markup('<p class="meta">{}</p>', self.meta) if self.meta else "",
-            summary="summary columns" if lead and cautions else "summary",
-            lead=markup("<div>{}</div>", lead) if lead else "",
-            findings=markup('<ul class="findings">{}</ul>', cautions)
-            if cautions
-            else "",
-            sections=map(_section, self.sections),
-            noscript=noscript,
-            made=self.made,
-            scripts=[*scripts, _script("page.js")],
-        )
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">\
-<meta http-equiv="Content-Security-Policy" content="{policy}">{reload}<meta name="color-scheme" content="light dark">\
-<title>{title} · qkeel</title><style>
-{style}</style></head>
-<body>
-<header>{live}<p class="brand">qkeel</p><h1>{title}</h1>{meta}<div class="{summary}">{lead}{findings}</div></header>\
-<main>{sections}</main><footer>{noscript}<p>{made} This file loads nothing.</p></footer>
-{scripts}
-</body>
-</html>
-"""
-
-
-def _section(section: Section) -> Markup:
-    if not section.content:
-        return Markup("")
-    title = markup("<h2>{}</h2>", section.title) if section.title else ""
-    return markup(
-        '<section id="section-{}" class="part">{}{}</section>',
-        section.name,
-        title,
-        section.content,
-    )
-
-
-def json_script(identifier: str, value: object) -> Markup:
-    r"""Returns data for the page's scripts, escaped so that strings cannot end the element.
-
-    >>> json_script("d", ["</script>"])
-    '<script type="application/json" id="d">["\\u003c/script>"]</script>'
-    """
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
-    # A string that contains "</script>" would end the element.
-    text = text.replace("<", "\\u003c")
-    return markup(
-        '<script type="application/json" id="{}">{}</script>', identifier, Markup(text)
-    )
-
-
-def note(text: str) -> Markup:
-    """Returns a note that explains the content after it."""
-    return markup('<p class="note">{}</p>', text)
-
-
-def details(title: str, content: Markup) -> Markup:
-    """Returns content that expands when its title is clicked."""
-    return markup("<details><summary>{}</summary>{}</details>", title, content)
-
-
-def facts(values_of_name: Mapping[str, Sequence[str]]) -> Markup:
-    """Returns a list of names, each with its values."""
-    lines = []
-    for name, values in values_of_name.items():
-        spans = [markup('<span class="value">{}</span> ', text) for text in values]
-        lines.append(markup("<dt>{}</dt><dd>{}</dd>", name, spans))
-    return markup('<dl class="facts">{}</dl>', lines) if lines else Markup("")
-
-
-def command_block(text: str, label: str = "Copy") -> Markup:
-    """Returns a command with a button that copies it."""
-    return markup(
-        '<pre class="command-text">{}</pre><button type="button" class="copy" hidden>{}</button>',
-        text,
-        label,
-    )
-
+# The file, made by a template. It loads nothing else.
 
 ASSETS = Path(__file__).parent / "assets"
-# Compressed, or it would be a tenth of the source distribution.
-_LIBRARY = "plot.min.js.xz"
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+def render(page: Mapping[str, object], *, refresh: float | None = None) -> str:
+    """Returns the HTML of a page; with `refresh`, browsers load the file again after this number of seconds.
+
+    Args:
+        page: what its template in `assets`, named by "template", fills in.
+        refresh: the number of seconds.
+    """
+    data = json.dumps(page["data"], separators=(",", ":"), allow_nan=False)
+    filled = {
+        **page,
+        # A string that contains "</script>" would end the element.
+        "data": data.replace("<", "\\u003c"),
+        "refresh": None if refresh is None else f"{refresh:g}",
+    }
+    return _environment().get_template(str(page["template"])).render(filled)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    # Here, because commands that write no page need not wait for it.
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(ASSETS),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(asset=_asset, policy=POLICY)
+    return environment
 
 
 @functools.cache
 def _asset(name: str) -> str:
+    """Returns a file of the page's own styles and scripts."""
     stored = (ASSETS / name).read_bytes()
+    # The library of charts is compressed, or it would be a tenth of the source distribution.
     if name.endswith(".xz"):
         stored = lzma.decompress(stored)
     return stored.decode("utf-8")
-
-
-def _script(name: str) -> Markup:
-    return markup("<script>\n{}</script>", Markup(_asset(name)))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chart:
-    """One figure. The script finds and draws it by `name`; screen readers read `label`."""
-
-    name: str
-    title: str
-    caption: str
-    label: str
-
-    def figure(self, note: str = "") -> Markup:
-        """Returns the figure, empty until the script fills it; `note` follows the caption."""
-        saves = [
-            markup(_SAVE, self.name, kind, title, kind.upper())
-            for kind, title in (
-                ("svg", "The figure"),
-                ("png", "The figure"),
-                ("csv", "The numbers of the figure"),
-            )
-        ]
-        return markup(
-            '<figure class="figure" id="{name}" aria-labelledby="{name}-title"><div class="figure-head">'
-            '<h3 id="{name}-title">{title}</h3><div class="saves">{saves}</div></div>'
-            '<div class="controls" data-controls="{name}"></div>'
-            '<div class="controls" data-controls="{name}-view"></div>'
-            '<div class="legend" data-legend="{name}"></div>'
-            '<div class="chart" id="chart-{name}" data-chart="{name}" data-label="{label}"></div>'
-            "<figcaption>{caption}{note}</figcaption></figure>",
-            name=self.name,
-            title=self.title,
-            saves=saves,
-            label=self.label,
-            caption=self.caption,
-            note=note,
-        )
-
-
-_SAVE = (
-    '<button type="button" class="save" hidden data-save="{}" data-kind="{}" title="{}">'
-    "{}</button>"
-)
-
-
-def choices(name: str) -> Markup:
-    """Returns the container for the choices with that name."""
-    return markup('<div class="controls" data-controls="{}"></div>', name)

@@ -11,7 +11,7 @@ from pathlib import Path
 from qkeel.errors import InvalidTypeError, RunDirectoryError
 from qkeel.records import write_text
 from qkeel.records.disk import make_directory
-from qkeel.report.html import Page
+from qkeel.report.html import render
 from qkeel.report.study_page import study_page
 from qkeel.report.study_runs import BASELINE, as_paths, read_study
 from qkeel.report.watch_page import watch_page
@@ -51,15 +51,17 @@ def write(
             f"expected a path for the page, got {type(out).__name__}; give one ending in .html"
         )
     target = Path(out)
-    text = page(paths, baseline).html(refresh=refresh)
+    text = render(page(paths, baseline), refresh=refresh)
     make_directory(target.parent)
     # A folder's name may hold bytes that are no UTF-8.
     write_text(target, text.encode("utf-8", "backslashreplace").decode("utf-8"))
     return target
 
 
-def page(paths: str | Path | Iterable[str | Path], baseline: str = BASELINE) -> Page:
-    """Builds the page about the directories; see `write`."""
+def page(
+    paths: str | Path | Iterable[str | Path], baseline: str = BASELINE
+) -> dict[str, object]:
+    """Returns what the page about the directories shows; see `write`."""
     directories = as_paths(paths)
     watched = [path for path in directories if is_watched(path)]
     if not watched:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from qkeel.metrics import ALARM_THRESHOLD, COLLAPSE_ENTROPY, Row
-from qkeel.records import RunStatus
+from qkeel.metrics import ALARM_THRESHOLD, COLLAPSE_ENTROPY
 from qkeel.report import html as h
 from qkeel.report.compare import (
     Cell,
@@ -21,8 +21,7 @@ from qkeel.report.compare import (
     long_cells,
     primary_cell,
 )
-from qkeel.report.html import Chart, Markup, Page, Section, markup
-from qkeel.report.study_runs import GRID, RunData, StudyData, as_number
+from qkeel.report.study_runs import RunData, StudyData, as_number
 
 TITLES = {
     "extrapolation": "Length extrapolation",
@@ -31,51 +30,40 @@ TITLES = {
     "mla": "Latent-attention study",
     "multimodal": "Text and images in one sequence",
 }
-EMPTY = Markup("")
 
 
-def study_page(study: StudyData) -> Page:
-    """Returns the page about a study or about runs of the lab."""
+def study_page(study: StudyData) -> dict[str, object]:
+    """Returns what the page about a study or about runs of the lab shows."""
     # charts.js draws one part at a time, so a study in parts shows only charts for which every part has data.
     drawn = {name: part for name, part in study.parts().items() if charts(part)}
     drawn = drawn or {"": study}
-    present = [
-        chart
-        for chart in charts(study)
-        if all(chart in charts(part) for part in drawn.values())
-    ]
-    several = len(drawn) > 1
-    data = (
-        {"parts": {name: chart_data(part) for name, part in drawn.items()}}
-        if several
-        else chart_data(study)
-    )
+    of_parts = [charts(part) for part in drawn.values()]
+    present = [name for name in charts(study) if all(name in x for x in of_parts)]
+    in_parts = len(drawn) > 1
     long_table = long_cells(study)
+    table = _long_table(study, long_table) if long_table else _table(study)
     versions = sorted({str(run.env.get("qkeel") or "") for run in study.runs} - {""})
     origin = f" from runs of version {h.listing(versions)}" if versions else ""
-    choice = [h.choices("part")] if several else []
-    return Page(
-        title=heading(study),
-        meta=_meta(study),
-        lead=_long_lead(study, long_table) or _lead(study),
-        cautions=_cautions(study),
-        sections=[
-            Section(
-                "nothing", "Nothing to draw yet", EMPTY if present else _nothing(study)
-            ),
-            Section(
-                "charts", "Charts", markup("{}{}", choice, _figures(study, present))
-            ),
-            Section("table", "Every form and length", _long_table(study, long_table))
-            if long_table
-            else Section("table", "Every remedy and rate", _table(study)),
-            Section("without", "Runs without a result", _without_result(study)),
-            Section("provenance", "Provenance", _provenance(study)),
-        ],
-        data=data if present else None,
-        drawing="charts.js",
-        made=f"Made by qkeel{origin}.",
-    )
+    commands = dict.fromkeys(str(run.env.get("command") or "") for run in study.runs)
+    return {
+        "template": "study.html",
+        "title": heading(study),
+        "meta": _meta(study),
+        "lead": _long_lead(study, long_table) or _lead(study),
+        "cautions": _cautions(study),
+        "charts": present,
+        "in_parts": in_parts,
+        "course": _course(study),
+        "table": table if table.rows else None,
+        "note": _LONG_NOTE if long_table else _note(study),
+        "facts": _provenance(study),
+        "again": study.command or "\n".join(filter(None, commands)),
+        "data": {"parts": {name: chart_data(part) for name, part in drawn.items()}}
+        if in_parts
+        else chart_data(study),
+        "drawing": "charts.js",
+        "made": f"Made by qkeel{origin}.",
+    }
 
 
 def heading(study: StudyData) -> str:
@@ -153,10 +141,12 @@ def _cautions(study: StudyData) -> list[str]:
         cautions.append(
             f"These runs differ in {differing}: their losses are not comparable."
         )
-    left = sum(run.row is None for run in study.runs)
+    left = Counter(run.status for run in study.runs if run.row is None)
     if left:
+        states = h.listing([f"{n} {status}" for status, n in left.items()])
         cautions.append(
-            f"{left} of {h.count(len(study.runs), 'run')} have no result and appear in no number."
+            f"{left.total()} of {h.count(len(study.runs), 'run')} have no result and appear in no number: {states}. "
+            "The same command runs and resumes them; the file FAILED in the directory of a failed run says why it failed."
         )
     return cautions
 
@@ -165,75 +155,35 @@ def _cautions(study: StudyData) -> list[str]:
 # so every point shown was recorded.
 
 SERIES = ("max_logit", "entropy", "train_loss")
-LENGTHS = Chart(
-    "lengths",
-    "Accuracy by position in a long text",
-    "Share of next tokens predicted in each part of a text, one training length at a time, averaged over seeds, with "
-    "one panel per post-hoc method. The curve of a form that extrapolates stays level or rises beyond the dashed line, "
-    "the training length.",
-    "Line charts: accuracy against position in the text, one line per attention form, one panel per post-hoc method.",
-)
-LOSS = Chart(
-    "loss",
-    "Held-out loss against learning rate",
-    "Lines connect the means over seeds; dots are single seeds, and bars are their range. The flatter the line, the "
-    "less the learning rate matters. The dots for one learning rate are side by side on a grey band, so that no dot "
-    "hides another. A hollow dot marks a run whose attention collapsed. Dashed lines are the loss before training and "
-    "that of a bigram model.",
-    "Line chart: held-out loss against learning rate, one line per remedy.",
-)
-LOGITS = Chart(
-    "logits",
-    "Largest attention logit during training",
-    "One panel per learning rate and one line per run, with a separate run for each seed. If a remedy has a cap, the "
-    "logits are those before it. Logarithmic axis, shared by the panels; the red line is the alarm threshold.",
-    "Line charts: largest attention logit against step, one panel per learning rate.",
-)
-ENTROPY = Chart(
-    "entropy",
-    "Attention entropy during training",
-    "Mean over query rows, heads and layers. Zero means that attention has collapsed: every row attends to a single "
-    "key.",
-    "Line charts: attention entropy against step, one panel per learning rate.",
-)
-TRAIN = Chart(
-    "train",
-    "Loss during training",
-    "Loss of the training batch at each logged step (lines), and held-out loss when it was evaluated (dots). "
-    "By default, lines are running means over the seeds of a remedy.",
-    "Line charts: training loss against step, one panel per learning rate.",
-)
 
 
-def charts(study: StudyData) -> list[Chart]:
-    """Returns the charts that have data, in reading order."""
+def charts(study: StudyData) -> list[str]:
+    """Returns the names of the charts that have data."""
     runs = [run for run in study.runs if run.metrics]
     present = {
-        LENGTHS: any(line.get("segments") for run in runs for line in run.long),
-        LOSS: len(study.finished) > 1 and not any(run.long for run in runs),
-        LOGITS: bool(runs),
-        ENTROPY: bool(runs),
-        TRAIN: bool(runs),
+        "lengths": any(line.get("segments") for run in runs for line in run.long),
+        "loss": len(study.finished) > 1 and not any(run.long for run in runs),
+        **dict.fromkeys(("logits", "entropy", "train"), bool(runs)),
     }
-    return [chart for chart, has_data in present.items() if has_data]
+    return [name for name, has_data in present.items() if has_data]
 
 
-def _figures(study: StudyData, present: Sequence[Chart]) -> list[Markup]:
-    note = ""
+def _course(study: StudyData) -> str:
+    """Returns what has to be known about the lines of single runs."""
+    notes = []
     if any(len(run.metrics) > h.MAX_RECORDS for run in study.runs):
-        note += f" Long runs are drawn with {h.MAX_RECORDS} records, which include the peaks of the logit."
+        notes.append(
+            f"Long runs are drawn with {h.MAX_RECORDS} records, which include the peaks of the logit."
+        )
     if any(run.metrics and run.row is None for run in study.runs):
-        note += " A line that stops early is a run that failed or is not finished."
-    return [chart.figure("" if chart in (LENGTHS, LOSS) else note) for chart in present]
+        notes.append("A line that stops early is a run that failed or is not finished.")
+    return " ".join(notes)
 
 
 def chart_data(study: StudyData) -> dict[str, object]:
     """Returns everything that the charts need, as plain JSON values."""
-    finished = [(run.row, run.env) for run in study.finished if run.row is not None]
-    counted = [as_number(env.get("counted_bigrams")) for _, env in finished]
-    starts = [
-        row["init_loss"] for row, _ in finished if math.isfinite(row["init_loss"])
-    ]
+    finished = [run.row for run in study.finished if run.row is not None]
+    starts = [row["init_loss"] for row in finished if math.isfinite(row["init_loss"])]
     # Lists instead of objects: the names of fields would be most of the page.
     losses = [
         [
@@ -244,7 +194,7 @@ def chart_data(study: StudyData) -> dict[str, object]:
             h.rounded(row["max_logit"]),
             bool(row["collapsed"]),
         ]
-        for row, _ in finished
+        for row in finished
     ]
     return {
         "remedies": list(study.remedies),
@@ -252,7 +202,6 @@ def chart_data(study: StudyData) -> dict[str, object]:
         "alarm": ALARM_THRESHOLD,
         "losses": losses,
         "start": h.rounded(statistics.fmean(starts)) if starts else None,
-        "counted": h.rounded(statistics.fmean(counted)) if counted else None,
         "runs": [_curves(study, run) for run in study.runs if run.metrics],
         **_accuracy_curves(study),
     }
@@ -333,26 +282,15 @@ def _task_value(cell: Cell, names: Sequence[str]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def _table(study: StudyData) -> Markup:
-    """Returns one row per part, remedy and rate; empty if no run has finished."""
+def _table(study: StudyData) -> h.Table:
+    """Returns one row per part, remedy and rate."""
     table = cells(study)
-    if not table:
-        return EMPTY
     tasks = {
         title: names
         for title, names in _TASK_COLUMNS.items()
         if any(_task_value(cell, names) is not None for cell in table)
     }
     in_parts = len({cell.part for cell in table}) > 1
-    head = h.columns("Remedy", *["Part"] * in_parts, kind="text")
-    head += h.columns(
-        "LR",
-        "Held-out loss",
-        f"Better than {study.baseline} by",
-        "Collapsed",
-        "Largest logit",
-        *tasks,
-    )
     rows = []
     for cell in table:
         losses = list(cell.values("val_loss").values())
@@ -360,7 +298,7 @@ def _table(study: StudyData) -> Markup:
         if len(losses) > 1:
             spread = f"{h.loss(min(losses))} to {h.loss(max(losses))}"
         row = [
-            *[h.words(cell.part)] * in_parts,
+            *[h.Cell(cell.part)] * in_parts,
             h.cell(h.rate(cell.lr), cell.lr),
             h.cell(h.loss(mean), mean, spread),
             _gain_cell(cell.gain, collapsed=bool(cell.collapsed)),
@@ -370,18 +308,27 @@ def _table(study: StudyData) -> Markup:
         for names in tasks.values():
             value = _task_value(cell, names)
             row.append(h.measured(math.nan if value is None else value))
-        rows.append(h.table_row(swatch(study, cell.remedy), *row))
-    text = (
+        rows.append((swatch(study, cell.remedy), row))
+    numbers = ["LR", "Held-out loss", f"Better than {study.baseline} by", "Collapsed"]
+    return h.Table(
+        title="Every remedy and rate",
+        texts=["Remedy", *["Part"] * in_parts],
+        numbers=[*numbers, "Largest logit", *tasks],
+        rows=rows,
+    )
+
+
+def _note(study: StudyData) -> str:
+    return (
         f"Held-out loss in {study.loss_unit()}: the mean over seeds, with their range below. Better by: held-out loss "
         f"of {study.baseline} minus that of the remedy, paired by seed (the same weights and batches), with a 95 % "
         "interval of the mean (Student's t) for each row alone; grey if it contains 0 or attention collapsed. "
         f"Collapsed: mean attention entropy under {COLLAPSE_ENTROPY:g} nats, or a loss that is NaN or no better than "
         "before training."
     )
-    return markup("{}{}", h.note(text), h.table("Every remedy and rate", head, rows))
 
 
-def _gain_cell(gain: Difference | None, *, collapsed: bool = False) -> Markup:
+def _gain_cell(gain: Difference | None, *, collapsed: bool = False) -> h.Cell:
     if gain is None:
         return h.NOTHING
     kind = "" if gain.clear and not collapsed else "faint"
@@ -395,24 +342,23 @@ _LONG_COLUMNS = {
 }
 
 
-def _long_table(study: StudyData, table: Sequence[LongCell]) -> Markup:
+_LONG_NOTE = (
+    "Share of next tokens predicted, in %, as means over seeds. Kept: accuracy at this length divided by that at "
+    "the training length, as trained; with the difference from the first form, paired by seed, and its 95 % interval."
+)
+
+
+def _long_table(study: StudyData, table: Sequence[LongCell]) -> h.Table:
     """Returns one row per form, post-hoc method and length."""
     shown = [
         name for name in _LONG_COLUMNS if any(name in cell.values for cell in table)
     ]
     in_parts = len({cell.part for cell in table}) > 1
-    head = h.columns("Form", *["Part"] * in_parts, "Post hoc", kind="text")
-    head += h.columns(
-        "Length",
-        *(_LONG_COLUMNS[name] for name in shown),
-        "Kept",
-        f"More than {study.baseline} by",
-    )
     rows = []
     for cell in table:
         row = [
-            *[h.words(cell.part)] * in_parts,
-            h.words(cell.method),
+            *[h.Cell(cell.part)] * in_parts,
+            h.Cell(cell.method),
             h.cell(f"{cell.length:,}", cell.length),
         ]
         for name in shown:
@@ -420,100 +366,24 @@ def _long_table(study: StudyData, table: Sequence[LongCell]) -> Markup:
             mean = 100 * statistics.fmean(values.values()) if values else math.nan
             row.append(h.cell(f"{mean:.1f}", mean) if values else h.NOTHING)
         row += [h.cell(f"{cell.kept:.2f}", cell.kept), _gain_cell(cell.gain)]
-        rows.append(h.table_row(swatch(study, cell.form), *row))
-    text = (
-        "Share of next tokens predicted, in %, as means over seeds. Kept: accuracy at this length divided by that at "
-        "the training length, as trained; with the difference from the first form, paired by seed, and its 95 % "
-        "interval."
+        rows.append((swatch(study, cell.form), row))
+    accuracies = [_LONG_COLUMNS[name] for name in shown]
+    return h.Table(
+        title="Every form and length",
+        texts=["Form", *["Part"] * in_parts, "Post hoc"],
+        numbers=["Length", *accuracies, "Kept", f"More than {study.baseline} by"],
+        rows=rows,
     )
-    return markup("{}{}", h.note(text), h.table("Every form and length", head, rows))
 
 
 # Number of colours in assets/report.css.
 TABLE_SERIES = 8
 
 
-def swatch(study: StudyData, remedy: str) -> Markup:
-    """Returns the remedy's name with its colour, which is the same everywhere on the page."""
+def swatch(study: StudyData, remedy: str) -> h.Swatch:
+    """Returns the remedy's name with its colour."""
     turn, series = divmod(study.remedies.index(remedy), TABLE_SERIES)
-    return markup(
-        '<span class="swatch" data-series="{}" data-round="{}" aria-hidden="true"></span>{}',
-        str(series),
-        str(turn),
-        remedy,
-    )
-
-
-# Runs without a result.
-
-_WAITING = {
-    RunStatus.STARTED: (
-        "unfinished",
-        "They are still running or were stopped; the same command resumes them.",
-    ),
-    RunStatus.MISSING: (
-        "missing",
-        "They are planned, but have no directory yet; the same command runs them.",
-    ),
-}
-
-
-def _without_result(study: StudyData) -> Markup:
-    """Returns the failed, unfinished and missing runs with what is known about them; empty if there are none."""
-    entries = []
-    for run in study.runs:
-        if run.status is RunStatus.FAILED:
-            error = run.error.strip()
-            last = error.rpartition("\n")[2] or "no message was written"
-            trace = markup("<pre>{}</pre>", error)
-            entries.append(
-                markup(
-                    '<li>{}: <strong>failed{}</strong><p class="error"><code>{}</code></p>{}</li>',
-                    _run_name(study, run),
-                    _reached(run),
-                    last,
-                    h.details("Traceback", trace) if "\n" in error else "",
-                )
-            )
-    for status, (word, hint) in _WAITING.items():
-        names = [
-            markup(
-                '<span class="run">{}{}</span>', _run_name(study, run), _reached(run)
-            )
-            for run in study.runs
-            if run.status is status
-        ]
-        if names:
-            entries.append(
-                markup(
-                    '<li class="waiting"><strong>{} {}</strong><p>{}</p><p class="runs">{}</p></li>',
-                    h.count(len(names), "run"),
-                    word,
-                    hint,
-                    names,
-                )
-            )
-    return markup('<ul class="failures">{}</ul>', entries) if entries else EMPTY
-
-
-def _run_name(study: StudyData, run: RunData) -> Markup:
-    role = "" if run.role == GRID else f" ({run.role})"
-    setting = f", LR {h.rate(run.lr)}, seed {run.seed}{role}"
-    return markup("{}{}", swatch(study, run.remedy), setting)
-
-
-def _reached(run: RunData) -> str:
-    return f" after step {int(run.metrics[-1]['step']):,}" if run.metrics else ""
-
-
-def _nothing(study: StudyData) -> Markup:
-    text = "No run is listed."
-    if study.runs:
-        text = (
-            f"None of the {h.count(len(study.runs), 'run')} has written a record. Run the command that made them "
-            "again: finished runs are kept, and all others resume."
-        )
-    return markup('<p class="empty">{} Then create this page again.</p>', text)
+    return h.Swatch(remedy, series, turn)
 
 
 # Provenance.
@@ -571,8 +441,8 @@ def _fact(run: RunData, name: str) -> str:
     return "" if value is None else f"{value:,}" if is_count else str(value)
 
 
-def _provenance(study: StudyData) -> Markup:
-    """Returns the versions, machine, corpus, model, and the commands that reproduce the page's runs."""
+def _provenance(study: StudyData) -> dict[str, list[str]]:
+    """Returns the versions, machine, corpus and model of the page's runs."""
     facts: dict[str, list[str]] = {}
     for name in _FACTS:
         values = list(dict.fromkeys(_fact(run, name) for run in study.runs))
@@ -582,22 +452,7 @@ def _provenance(study: StudyData) -> Markup:
             values[_MAX_VALUES:] = [f"and {h.count(more, 'more value')}"]
         if values:
             facts[name] = values
-    if study.tuned:
-        facts["Rates, chosen on other seeds"] = list(map(_chosen, study.tuned))
-    commands = dict.fromkeys(str(run.env.get("command") or "") for run in study.runs)
-    command = study.command or "\n".join(filter(None, commands))
-    again = markup(
-        '<div class="command"><h3>Make it again</h3><div>{}</div></div>',
-        h.command_block(command),
-    )
-    return markup("{}{}", h.facts(facts), again if command else "")
-
-
-def _chosen(choice: Row) -> str:
-    """Returns the rate of a remedy, and whether it is at the border of the grid."""
-    role = "" if choice.get("role") == GRID else f"{choice.get('role')}: "
-    edge = f", the {choice['border']} of the grid" if choice.get("border") else ""
-    return f"{role}{choice.get('remedy')} {choice.get('lr')}{edge}"
+    return facts
 
 
 def _unlike(study: StudyData) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from qkeel.errors import InvalidTypeError, RunDirectoryError, unknown
@@ -13,7 +13,6 @@ from qkeel.metrics import Row, collapsed
 from qkeel.records import RunDirectory, RunStatus
 from qkeel.records.disk import refuse_path
 from qkeel.records.file_formats import read_object
-from qkeel.records.run_directory import flat
 
 BASELINE = "none"
 # The role of a run; every other role names a part of a study, like a mix of modalities.
@@ -31,7 +30,6 @@ class RunData:
 
     path: Path
     source: str
-    run_id: str
     remedy: str
     lr: float
     seed: int
@@ -42,23 +40,20 @@ class RunData:
     long: Sequence[Row] = ()
     config: Row = dataclasses.field(default_factory=dict)
     env: Row = dataclasses.field(default_factory=dict)
-    error: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StudyData:
     """The runs on a page.
 
-    name: the name of the study, empty if there is no study.json. tuned: the rate chosen for each remedy, if each is
-    compared at its own. baseline: the remedy with which the others are compared. primary: the comparison that was named
-    before the runs, see `lab.plan.Primary`.
+    name: the name of the study, empty if there is no study.json. baseline: the remedy with which the others are
+    compared. primary: the comparison that was named before the runs, see `lab.plan.Primary`.
     """
 
     name: str
     command: str
     remedies: Sequence[str]
     runs: Sequence[RunData]
-    tuned: Sequence[Row] = ()
     baseline: str = BASELINE
     primary: Row | None = None
 
@@ -127,7 +122,6 @@ def read_study(
         command="\n".join(commands),
         remedies=sorted(remedies, key=lambda remedy: remedy != baseline),
         runs=runs,
-        tuned=[choice for study in studies for choice in study.tuned],
         baseline=baseline,
         primary=studies[0].primary if len(studies) == 1 else None,
     )
@@ -162,7 +156,6 @@ def _open(path: Path) -> StudyData:
             command=str(about.get("command") or ""),
             remedies=[str(remedy) for remedy in about.get("remedies") or ()],
             runs=runs,
-            tuned=about.get("tuned") or (),
             primary=about.get("primary"),
         )
     directory = RunDirectory(path)
@@ -176,7 +169,6 @@ def _open(path: Path) -> StudyData:
     config = directory.config()
     optim = config.get("optim")
     planned = {
-        "run_id": path.name,
         "lr": optim.get("lr") if isinstance(optim, dict) else None,
     }
     planned |= {name: config.get(name) for name in ("remedy", "seed")}
@@ -195,7 +187,6 @@ def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:
     run = RunData(
         path=path,
         source=source,
-        run_id=str(planned["run_id"]),
         remedy=str(planned["remedy"]),
         lr=float(planned["lr"]),
         seed=int(planned["seed"]),
@@ -211,7 +202,6 @@ def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:
         metrics=directory.metrics(),
         row=_row(directory.summary(), run) if status is RunStatus.DONE else None,
         env=directory.env() if (path / "env.json").exists() else {},
-        error=directory.failure() if status is RunStatus.FAILED else "",
         long=directory.long_contexts(),
     )
 
@@ -237,77 +227,14 @@ def as_number(value: object) -> float:
     )
 
 
-# Names of runs with equal remedy, rate and seed: the settings in which their configurations and commands differ.
-
-# In a name.
-_MAX_SETTINGS = 3
-_NOT_SETTINGS = frozenset(
-    {"crc32", "kind", "sites", "missed", "fields", "seed", "remedy", "versions", "step"}
-)
-
-
 def _distinct(runs: Sequence[RunData]) -> list[RunData]:
-    """Labels runs with equal remedy, LR and seed by the settings in which they differ, then by directory, then by id."""
-    groups: dict[object, list[RunData]] = {}
-    for run in runs:
-        key = (run.remedy, run.lr, run.seed, run.role)
-        groups.setdefault(key, []).append(run)
-    remedies = {}
-    for group in groups.values():
-        settings = differences([run.config for run in group])
-        names = [
-            run.remedy + (f" ({x})" if x else "") for run, x in zip(group, settings)
-        ]
-        # A label is added only where names are still alike.
-        for labels in ([run.source for run in group], [run.run_id for run in group]):
-            if len(set(names)) < len(names):
-                names = [f"{name} ({label})" for name, label in zip(names, labels)]
-        remedies |= {run.path: name for run, name in zip(group, names)}
-    named = []
-    for run in runs:
-        remedy = remedies[run.path]
-        row = None if run.row is None else {**run.row, "remedy": remedy}
-        named.append(dataclasses.replace(run, remedy=remedy, row=row))
+    """Labels runs with equal remedy, LR and seed by the directory that was given, or else by their own."""
+    named = list(runs)
+    for labels in ([run.source for run in runs], [str(run.path) for run in runs]):
+        times = Counter((run.remedy, run.lr, run.seed, run.role) for run in named)
+        for i, (run, label) in enumerate(zip(named, labels)):
+            if times[run.remedy, run.lr, run.seed, run.role] > 1:
+                remedy = f"{run.remedy} ({label})"
+                row = None if run.row is None else {**run.row, "remedy": remedy}
+                named[i] = dataclasses.replace(run, remedy=remedy, row=row)
     return named
-
-
-def differences(settings: Sequence[Mapping[str, object]]) -> list[str]:
-    """Returns, for each of several runs, the settings that are not equal in all runs; "" if nothing differs.
-
-    >>> differences([{"optim": {"name": "adamw", "momentum": 0.9}}, {"optim": {"name": "muon", "momentum": 0.9}}])
-    ['name adamw', 'name muon']
-    >>> differences([{"command": "train.py --lr 3e-2"}, {"command": "train.py --lr 3e-3 --compile"}])
-    ['--lr 3e-2', '--compile, --lr 3e-3']
-    """
-    of_runs = []
-    for run in settings:
-        of_run: dict[str, str] = {}
-        for name, value in flat(run).items():
-            if name in ("command", "watcher"):
-                of_run |= _options(str(value))
-            elif value is not None and not _NOT_SETTINGS.intersection(name.split(".")):
-                of_run[name] = str(value)
-        of_runs.append(of_run)
-    labels = []
-    for run in of_runs:
-        words = []
-        for name in sorted(run):
-            if any(other.get(name) != run[name] for other in of_runs):
-                words.append(f"{name.rpartition('.')[2]} {run[name]}".strip())
-        labels.append(", ".join(words[:_MAX_SETTINGS]))
-    return labels
-
-
-def _options(command: str) -> dict[str, str]:
-    """Returns the options of a command line with their values."""
-    try:
-        words = shlex.split(command)
-    except ValueError:
-        return {}
-    options = {}
-    for word, following in zip(words, [*words[1:], ""]):
-        name, _, value = word.partition("=")
-        # Where a run was written, and how many ran at once, is no property of it.
-        if word.startswith("--") and word != "--" and name not in ("--out", "--jobs"):
-            options[name] = value or ("" if following.startswith("-") else following)
-    return options

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,45 +22,40 @@ from qkeel.records import (
     LINEAR,
     RunStatus,
     head_field,
-    measured_field,
 )
 from qkeel.report import html as h
-from qkeel.report.html import Chart, Markup, Page, Section, markup
 from qkeel.report.watched_runs import Watched, overall
 
-EMPTY = Markup("")
 
-
-def watch_page(runs: Sequence[Watched]) -> Page:
-    """Returns the page about watched runs."""
+def watch_page(runs: Sequence[Watched]) -> dict[str, object]:
+    """Returns what the page about watched runs shows."""
     present = charts(runs)
     models = list(dict.fromkeys(str(run.about.get("model") or "model") for run in runs))
     several = len(runs) > 1
-    nothing = Markup(
-        '<p class="empty">Nothing is recorded yet: no forward pass in training mode was seen.</p>'
-    )
-    return Page(
-        title=f"{h.count(len(runs), 'watched run')} of {h.listing(models)}"
+    light, sentence = verdict(runs[0])
+    return {
+        "template": "watch.html",
+        "title": f"{h.count(len(runs), 'watched run')} of {h.listing(models)}"
         if several
         else f"{models[0]}, watched",
-        meta=_meta(runs),
-        lead="" if several else _lead(runs[0]),
-        cautions=[f"{run.name}: {verdict(run)[1]}" for run in runs]
+        "meta": _meta(runs),
+        "lead": "" if several else sentence,
+        "light": light,
+        "harmful": h.number(HARMFUL_LOGIT),
+        "fixes": fix(runs[0]),
+        "cautions": [f"{run.name}: {verdict(run)[1]}" for run in runs]
         if several
         else cautions(runs[0]),
-        sections=[
-            Section("nothing", "Nothing to draw yet", EMPTY if present else nothing),
-            Section("alarms", "Alarms", _list(runs, _alarm_cards)),
-            Section("interventions", "What the autopilot did", _list(runs, _actions)),
-            Section("charts", "Charts", _figures(runs, present)),
-            Section("compared", "The runs", _compared(runs))
-            if several
-            else Section("layers", "Layer by layer, last sample", _layers(runs[0])),
-            Section("watched", "What was watched", _facts(runs)),
-        ],
-        data=chart_data(runs) if present else None,
-        drawing="watch.js",
-    )
+        "charts": present,
+        "alarms": [card for run in runs for card in _alarm_cards(run, several)],
+        "actions": [action for run in runs for action in _actions(run)],
+        "compared": _compared(runs) if several else None,
+        "layers": None if several else _layers(runs[0]),
+        "facts": _facts(runs),
+        "data": chart_data(runs) if present else None,
+        "drawing": "watch.js",
+        "made": "Made by qkeel.",
+    }
 
 
 def _meta(runs: Sequence[Watched]) -> str:
@@ -87,11 +82,6 @@ def _meta(runs: Sequence[Watched]) -> str:
 
 # The default for alarms recorded without a cause.
 CAUSE = "attention logits have grown too large"
-_WHY = (
-    "An attention logit is the score of a key for a query, before the softmax. "
-    f"Above {h.number(HARMFUL_LOGIT)}, the softmax gives nearly all the weight to one key: "
-    "the head hardly learns, and the final loss is higher or training diverges."
-)
 # Runs of 0.1.0 have the remedy before the model.
 _APPLY = re.compile(r'qkeel\.apply\((?:model, )?"([^"]+)"')
 
@@ -138,38 +128,6 @@ def fix(run: Watched) -> list[str]:
     return [f"{watcher} --apply {applied[1]} -- {command}", lines[0]]
 
 
-def _lead(run: Watched) -> Markup:
-    """Returns the traffic light, its sentence, and the fix with a button that copies it."""
-    light, text = verdict(run)
-    why = fixes = EMPTY
-    if light in ("large", "bad"):
-        why = markup('<p class="why">{}</p>', _WHY)
-    lines = fix(run)
-    if lines:
-        line, *code = lines
-        todo, script = "after the optimizer is created:", EMPTY
-        if code:
-            todo = "start the run again with this command:"
-            script = markup(
-                '<p class="source">Or in the script, after the optimizer is created: <code>{}</code></p>',
-                code,
-            )
-        fixes = markup(
-            '<div class="fix"><p class="todo"><strong>What to do:</strong> {}</p>'
-            '<div class="remedy-line">{}</div>{}</div>',
-            todo,
-            h.command_block(line, "Copy fix"),
-            script,
-        )
-    return markup(
-        '<p class="lead signal signal-{}"><span class="light" aria-hidden="true"></span><span>{}</span></p>{}{}',
-        light,
-        text,
-        why,
-        fixes,
-    )
-
-
 def cautions(run: Watched) -> list[str]:
     """Returns what limits the verdict: layers that are not watched, an unfinished run, notes of the monitor."""
     texts = []
@@ -201,15 +159,7 @@ def cautions(run: Watched) -> list[str]:
 _GRAVITY = ("notice", "alarm", "critical")
 
 
-def _list(
-    runs: Sequence[Watched], cards: Callable[[Watched, str], list[Markup]]
-) -> Markup:
-    several = len(runs) > 1
-    entries = [cards(run, f", {run.name}" if several else "") for run in runs]
-    return markup('<ul class="alarms">{}</ul>', entries) if any(entries) else EMPTY
-
-
-def _alarm_cards(run: Watched, of_run: str) -> list[Markup]:
+def _alarm_cards(run: Watched, is_named: bool) -> list[dict[str, object]]:
     """Returns one card per cause: since when it has existed, what was observed at which step, and the fix."""
     causes: dict[str, list[Row]] = {}
     for alarm in run.alarms:
@@ -217,29 +167,16 @@ def _alarm_cards(run: Watched, of_run: str) -> list[Markup]:
     cards = []
     for cause, alarms in causes.items():
         severities = [str(a.get("severity")) for a in alarms]
-        # One that this version does not know counts as the gravest.
-        gravest = max(severities, key=lambda x: (*_GRAVITY, x).index(x))
         course = []
         for alarm in alarms:
             layer, head = alarm.get("layer"), alarm.get("head")
             place = "" if layer is None else f", {layer}"
             place += "" if layer is None or head is None else f" head {head}"
             words = [alarm.get(name) for name in ("meaning", "trend", "effect")]
-            text = f"Step {alarm['step']:,}{place}: {'; '.join(filter(None, words))}."
-            course.append(markup("<li>{}</li>", text))
+            observed = "; ".join(filter(None, words))
+            course.append(f"Step {alarm['step']:,}{place}: {observed}.")
         remedies = [a["remedy"] for a in _grave(alarms) or alarms if a.get("remedy")]
-        fixes = [
-            markup('<div class="remedy-line">{}</div>', h.command_block(str(remedy)))
-            for remedy in remedies[:1]
-        ]
-        if run.acted and cause == CAUSE:
-            fixes = [
-                Markup(
-                    '<p class="source">The autopilot responds to this alarm; its actions are listed below.</p>'
-                )
-            ]
         sources = dict.fromkeys(str(a["source"]) for a in alarms if a.get("source"))
-        origins = [markup('<li class="source">{}</li>', text) for text in sources]
         first = alarms[0]["step"]
         when = f"since step {first:,}"
         rules = {str(alarm.get("rule")) for alarm in alarms}
@@ -247,25 +184,22 @@ def _alarm_cards(run: Watched, of_run: str) -> list[Markup]:
         if rules <= run.over.keys():
             last = max(run.over[rule] for rule in rules)
             when = f"from step {first:,}, and no longer at step {last:,}"
+        of_run = f", {run.name}" if is_named else ""
         cards.append(
-            markup(
-                '<li class="alarm-{0}"><p><strong class="severity">{0}</strong> {1}</p>'
-                '<ol class="course">{2}</ol>{3}{4}</li>',
-                gravest,
-                f"{_capital(cause)} {when}{of_run}",
-                course,
-                fixes,
-                h.details(
-                    "Where the thresholds come from", markup("<ul>{}</ul>", origins)
-                )
-                if origins
-                else "",
-            )
+            {
+                # One that this version does not know counts as the gravest.
+                "gravest": max(severities, key=lambda x: (*_GRAVITY, x).index(x)),
+                "title": f"{_capital(cause)} {when}{of_run}",
+                "course": course,
+                "remedy": str(remedies[0]) if remedies else "",
+                "by_autopilot": run.acted and cause == CAUSE,
+                "sources": list(sources),
+            }
         )
     return cards
 
 
-def _actions(run: Watched, of_run: str) -> list[Markup]:
+def _actions(run: Watched) -> list[dict[str, object]]:
     """Returns each decision, refusal and effect of an autopilot; equal decisions at several sites share one entry."""
     by_action: dict[object, list[Row]] = {}
     for event in run.interventions:
@@ -273,76 +207,18 @@ def _actions(run: Watched, of_run: str) -> list[Markup]:
         key = tuple(event.get(name) for name in names)
         by_action.setdefault(key, []).append(event)
     entries = []
-    for first, *others in by_action.values():
+    for events in by_action.values():
+        first = events[0]
         kind = first.get("action") or first.get("event")
         kind = "release" if first.get("release") else str(kind)
-        sentences = [
-            markup('<p class="source">{}</p>', str(event.get("text")))
-            for event in others
-        ]
-        folded = markup("{}", sentences)
-        entries.append(
-            markup(
-                '<li class="alarm-notice"><p><strong class="severity">{}</strong> {}</p>{}</li>',
-                kind.replace("_", " "),
-                str(first.get("text")),
-                h.details(f"at {h.count(len(others), 'more site')}", folded)
-                if others
-                else "",
-            )
-        )
+        texts = [str(event.get("text")) for event in events]
+        more = h.count(len(events) - 1, "more site")
+        entries.append({"kind": kind.replace("_", " "), "texts": texts, "more": more})
     return entries
 
 
 # The charts and their data; assets/watch.js draws them. Long runs are thinned by omitting records, not by averaging.
 
-RUNS = Chart(
-    "runs",
-    "The runs side by side",
-    "Largest attention logit, entropy or training loss of each run. The red line is the alarm threshold for logits.",
-    "Line chart: the chosen metric against step, one line per run.",
-)
-GROWTH = Chart(
-    "growth",
-    "Largest attention logit",
-    "Thin lines: the largest logit of each layer, coloured by depth. Pale band: the model's largest logit, labelled "
-    "with the head that currently has it. Logarithmic axis; logits under 0.1 are drawn at its lower end. Dots are "
-    "alarms, and hollow dots are untrained passes. Vertical lines are actions of an autopilot; hover over a "
-    "line for the reason.",
-    "Line chart: largest attention logit against step, one line per layer.",
-)
-MAP = Chart(
-    "map",
-    "Head by head, last sample",
-    "Each cell is one head. Empty cells were not measured, or the layer has fewer heads. "
-    "Where values have both signs, white is zero.",
-    "Heat map: one row per layer, one column per head.",
-)
-ENTROPY = Chart(
-    "entropy",
-    "Attention entropy",
-    "Mean over query rows and heads. Zero means that attention has collapsed: every row attends to a single key. Pale "
-    "band: the mean of the model.",
-    "Line chart: attention entropy against step, one line per layer.",
-)
-NORMS = Chart(
-    "norms",
-    "Norms of queries and keys",
-    "Mean L2 norm of queries and keys as they enter the dot product, by layer. Logarithmic axis.",
-    "Two line charts: query norm and key norm against step, one line per layer.",
-)
-LOSS = Chart(
-    "loss",
-    "Training loss",
-    "The loss of the training batch, as the training loop reported it.",
-    "Line chart: training loss against step.",
-)
-MORE = Chart(
-    "more",
-    "Any other metric, by layer",
-    "One line per layer, coloured by depth; a layer's heads are aggregated as defined below.",
-    "Line chart: the chosen metric against step, one line per layer.",
-)
 # Fields with a chart of their own.
 LINES = (
     "max_logit",
@@ -365,8 +241,8 @@ MAX_CELLS = 60_000
 MIN_RECORDS = 30
 
 
-def charts(runs: Sequence[Watched]) -> list[Chart]:
-    """Returns the charts that have data, in reading order."""
+def charts(runs: Sequence[Watched]) -> list[str]:
+    """Returns the names of the charts that have data."""
     shown = [run for run in runs if run.records]
     measured = {name for run in shown for name in run.measured()}
 
@@ -374,76 +250,46 @@ def charts(runs: Sequence[Watched]) -> list[Chart]:
         return any(np.isfinite(run.overall(name)).any() for run in shown)
 
     present = {
-        RUNS: len(shown) > 1,
-        GROWTH: has("max_logit"),
-        MAP: bool(measured),
-        ENTROPY: has("entropy"),
-        NORMS: bool({"query_norm", "key_norm"} & measured),
-        MORE: any(more_fields(run) for run in shown),
-        LOSS: has("train_loss"),
+        "runs": len(shown) > 1,
+        "growth": has("max_logit"),
+        "map": bool(measured),
+        "entropy": has("entropy"),
+        "norms": bool({"query_norm", "key_norm"} & measured),
+        "loss": has("train_loss"),
     }
-    return [chart for chart, has_data in present.items() if has_data]
-
-
-_MORE_OF_HEADS = ("cos_max", "logit_change_rms")
-
-
-def more_fields(run: Watched) -> list[str]:
-    """Returns the further values by layer that were measured: those of the monitor's table, of token classes, layers
-    and blocks."""
-    heads = [
-        name
-        for name, field in HEAD_FIELDS.items()
-        if name not in LINES and (field.column or name in _MORE_OF_HEADS)
-    ]
-    names = (*heads, *LAYER_FIELDS, *BLOCK_FIELDS, *_class_fields(run))
-    return [name for name in names if run.by_layer(name) is not None]
+    return [name for name, has_data in present.items() if has_data]
 
 
 def _class_fields(run: Watched) -> list[str]:
     return [name for name in run.measured() if name.partition("/")[0] in CLASS_FIELDS]
 
 
-def _figures(runs: Sequence[Watched], present: Sequence[Chart]) -> Markup:
-    # The first chart shows all runs; the others show the run that the reader chooses.
-    choice = h.choices("run") if sum(bool(run.records) for run in runs) > 1 else ""
-    figures = [chart.figure() for chart in present]
-    return markup(
-        "{}{}{}", figures[: RUNS in present], choice, figures[RUNS in present :]
-    )
-
-
 def chart_data(runs: Sequence[Watched]) -> dict[str, object]:
     """Returns everything that the charts need, as plain JSON values."""
     shown = [run for run in runs if run.records]
-    names = {run.name: [*LINES, *more_fields(run)] for run in shown}
-    n_lines = sum(max(1, len(run.layers)) * len(names[run.name]) for run in shown)
+    n_lines = len(LINES) * sum(max(1, len(run.layers)) for run in shown)
     # Large models show fewer records, so that the size of the page stays bounded.
     most = min(h.MAX_RECORDS, max(MIN_RECORDS, MAX_LINES // max(1, n_lines)))
     fields = {}
     for run in shown:
-        for name in (*names[run.name], *run.heads.values):
-            field = head_field(name) or {**LAYER_FIELDS, **BLOCK_FIELDS}.get(name)
+        for name in run.heads.values:
+            field = head_field(name)
             if field is not None:
                 classes = name.partition("/")[2]
                 meaning = f"{field.meaning}: {classes}" if classes else field.meaning
                 fields[name] = {"meaning": meaning, "unit": field.unit}
-    data = [
-        _run_data(run, names[run.name], most, MAX_CELLS // len(shown)) for run in shown
-    ]
+    data = [_run_data(run, most, MAX_CELLS // len(shown)) for run in shown]
     return {"alarm": ALARM_THRESHOLD, "fields": fields, "runs": data}
 
 
-def _run_data(
-    run: Watched, names: Sequence[str], most: int, cells: int
-) -> dict[str, object]:
+def _run_data(run: Watched, most: int, cells: int) -> dict[str, object]:
     rows = np.array(h.thin(run.overall("max_logit").tolist(), most))
     run_series, layer_series = {}, {}
     for name in VALUES:
         course = run.overall(name)
         if np.isfinite(course).any():
             run_series[name] = h.series(course[rows])
-    for name in names:
+    for name in LINES:
         by_layer = run.by_layer(name)
         if by_layer is not None:
             layer_series[name] = [h.series(line) for line in by_layer[rows].T]
@@ -554,11 +400,8 @@ _SHOWN = [
 ]
 
 
-def _compared(runs: Sequence[Watched]) -> Markup:
+def _compared(runs: Sequence[Watched]) -> h.Table:
     """Returns one row per run."""
-    head = h.columns("Run", kind="text")
-    head += h.columns("Steps", "Alarms", "First alarm", "Largest logit, last")
-    head += h.columns("… of the run", "Entropy, last", "Training loss, last")
     rows = []
     for run in runs:
         first = run.alarms[0]["step"] if run.alarms else math.inf
@@ -567,47 +410,52 @@ def _compared(runs: Sequence[Watched]) -> Markup:
             for name in ("max_logit", "entropy", "train_loss")
         }
         peak = float(np.fmax.reduce(run.overall("max_logit"), initial=math.nan))
-        rows.append(
-            h.table_row(
-                run.name,
-                h.cell(f"{run.steps[-1]:,}", run.steps[-1])
-                if run.records
-                else h.cell("–", -1),
-                h.cell(str(len(run.alarms)), len(run.alarms)),
-                h.cell(f"{first:,}", first) if run.alarms else h.NOTHING,
-                last["max_logit"],
-                h.measured(peak),
-                last["entropy"],
-                last["train_loss"],
-            )
-        )
-    return h.table("The watched runs", head, rows)
+        cells = [
+            h.cell(f"{run.steps[-1]:,}", run.steps[-1])
+            if run.records
+            else h.cell("–", -1),
+            h.cell(str(len(run.alarms)), len(run.alarms)),
+            h.cell(f"{first:,}", first) if run.alarms else h.NOTHING,
+            last["max_logit"],
+            h.measured(peak),
+            last["entropy"],
+            last["train_loss"],
+        ]
+        rows.append((run.name, cells))
+    ends = ["Largest logit, last", "… of the run", "Entropy, last"]
+    return h.Table(
+        title="The watched runs",
+        texts=["Run"],
+        numbers=["Steps", "Alarms", "First alarm", *ends, "Training loss, last"],
+        rows=rows,
+    )
 
 
-def _layers(run: Watched) -> Markup:
+def _layers(run: Watched) -> h.Table | None:
     """Returns the table with one row per layer, for the last sample."""
     if not run.records or not run.layers:
-        return EMPTY
+        return None
     last = {}
     for name in dict.fromkeys((*_SHOWN, *_class_fields(run))):
         values = run.by_layer(name)
         if values is not None and not np.isnan(values[-1]).all():
             last[name] = values[-1]
-    typed = any(kind != "full" for kind in run.types.values())
-    head = h.columns("Layer", *["Type"] * typed, kind="text")
-    head += h.columns(*map(_heading, last))
+    is_typed = any(kind != "full" for kind in run.types.values())
     rows = []
     for i, layer in enumerate(run.layers):
-        cells = [h.words(run.types.get(layer, ""))] if typed else []
-        for name, values in last.items():
-            cells.append(h.measured(float(values[i]), _extreme_head(run, name, i)))
-        rows.append(h.table_row(layer, *cells))
+        cells = [h.Cell(run.types.get(layer, ""))] if is_typed else []
+        cells += [h.measured(float(values[i])) for values in last.values()]
+        rows.append((layer, cells))
     # Linear attention has no logits to measure; its rows say that it was not overlooked.
     for name, kind in run.types.items():
         if kind == LINEAR:
-            rows.append(h.table_row(name, h.words(LINEAR), *[h.NOTHING] * len(last)))
-    title = f"Step {run.steps[-1]:,}: {h.count(len(run.layers), 'layer')}"
-    return h.details(title, h.table(title, head, rows))
+            rows.append((name, [h.Cell(LINEAR), *[h.NOTHING] * len(last)]))
+    return h.Table(
+        title=f"Step {run.steps[-1]:,}: {h.count(len(run.layers), 'layer')}",
+        texts=["Layer", *["Type"] * is_typed],
+        numbers=list(map(_heading, last)),
+        rows=rows,
+    )
 
 
 def _heading(name: str) -> str:
@@ -617,19 +465,7 @@ def _heading(name: str) -> str:
     return name.replace("_", " ").replace("/", ", ").replace("->", " → ")
 
 
-def _extreme_head(run: Watched, name: str, layer: int) -> str:
-    """Returns the head that a layer's largest or smallest value belongs to; "" for means and other values."""
-    heads, field = run.heads.values.get(measured_field(name)), head_field(name)
-    if heads is None or field is None or field.fold == "mean":
-        return ""
-    values = heads[-1][layer]
-    if np.isnan(values).all():
-        return ""
-    find = np.nanargmax if field.fold == "max" else np.nanargmin
-    return f"head {int(find(values))}"
-
-
-def _facts(runs: Sequence[Watched]) -> Markup:
+def _facts(runs: Sequence[Watched]) -> dict[str, list[str]]:
     """Returns the settings and versions that the runs recorded, by name."""
     facts: dict[str, dict[str, None]] = {}
     for run in runs:
@@ -640,7 +476,7 @@ def _facts(runs: Sequence[Watched]) -> Markup:
             is_shown = name not in ("kind", "sites", "missed", "fields")
             if is_shown and value is not None and value != "":
                 facts.setdefault(name.replace("_", " "), {})[_text(value)] = None
-    return h.facts({name: list(values) for name, values in facts.items()})
+    return {name: list(values) for name, values in facts.items()}
 
 
 def _text(value: object) -> str:

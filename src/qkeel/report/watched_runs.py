@@ -24,7 +24,7 @@ from qkeel.records import (
     measured_field,
     of_layers,
 )
-from qkeel.report.study_runs import as_number, differences
+from qkeel.report.study_runs import as_number
 
 KIND = "watch"
 # Effects in runs of earlier versions.
@@ -135,18 +135,16 @@ def is_watched(path: Path) -> bool:
 
 
 def read_watched(paths: Sequence[Path]) -> list[Watched]:
-    """Reads the runs. Runs with equal names are named by their path, and several runs also by the settings that differ.
+    """Reads the runs. Runs with equal names are named by their path.
 
     Raises:
         RunDirectoryError: a file is damaged.
     """
     runs = [_read(path) for path in paths]
     times = Counter(run.name for run in runs)
-    settings = differences([{**run.about, **run.env} for run in runs])
     renamed = []
-    for run, setting in zip(runs, settings, strict=True):
+    for run in runs:
         name = str(run.path) if times[run.name] > 1 else run.name
-        name += f" ({setting})" if setting else ""
         renamed.append(dataclasses.replace(run, name=name))
     return renamed
 

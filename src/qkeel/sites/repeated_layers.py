@@ -152,7 +152,7 @@ def _facts_of(captured: CapturedCall) -> list[object]:
     call = captured.call
     facts = [captured.how, type(call), call.spec, call.query_shape]
     if isinstance(call, ScoresCall):
-        return [*facts, call.lost, call.sink is None]
+        return [*facts, call.sink is None]
     return [*facts, call.causal, call.whole and call.plain and not call.params]
 
 

@@ -417,12 +417,9 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
         for name in "qk"
     )
     products: list[QKPair] = [(q, k)]
-    lost: Sequence[str] = ()
     if isinstance(call, ScoresCall):
-        lost = call.lost
         products = products if len(calls) > 1 else list(call.products)
     elif first.added is not None:
-        lost = first.added.lost
         products += first.added.products
     repeats = (key_heads(b) for _, b in products if b is not None)
     heads_of_keys = next((heads for heads in repeats if heads is not None), None)
@@ -436,13 +433,12 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
         products = [(a, b) for (a, _), b in zip(products, keys)]
     terms: tuple[QKProduct, ...] = ()
     between: tuple[HeadSlice, ...] = ()
-    why = "; ".join(lost)
+    why = ""
     try:
-        known_terms, factors, between = sum_terms(products, first.frame, names)
-        terms = () if lost else known_terms
+        terms, factors, between = sum_terms(products, first.frame, names)
     except UnknownRowsError as error:
         factors = sides(products, first.frame, names)
-        why = "; ".join((*lost, str(error)))
+        why = str(error)
     if layout is not None and layout.guess:
         # Different features for every head are as conclusive as the experiment would have been.
         if terms and all(term.query[-1].n > 1 for term in terms):

@@ -229,67 +229,6 @@ def block_of(
     return mask[..., r, c]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Visibility:
-    """Determines which keys each query sees, by a `causal` flag, a `mask` and the positions; see `qkeel.attention`."""
-
-    causal: bool = True
-    mask: AttentionMask | None = None
-    pos_q: QueryPositions | None = None
-    pos_k: KeyPositions | None = None
-
-    def call(
-        self,
-        spec: AttentionSpec,
-        q: Queries,
-        k: Keys,
-        v: Values,
-        params: Params | None = None,
-        dropout: float = 0.0,
-    ) -> AttentionCall:
-        """Validates raw q [b h t d], k [b g s d] and v [b g s e] and returns their call under `spec`."""
-        if not isinstance(spec, AttentionSpec):
-            raise InvalidTypeError(
-                f"expected an AttentionSpec (qkeel.preset(name) creates one), got {spec!r}"
-            )
-        _check_tensors(q, k, v)
-        spec.position.check(q.shape[-1])
-        if not 0 <= dropout < 1:
-            raise InvalidValueError(f"expected dropout in [0, 1), got {dropout}")
-        t, s = q.shape[2], k.shape[2]
-        plain = self.pos_q is None and self.pos_k is None
-        keys = (
-            torch.arange(s, device=q.device)[None]
-            if self.pos_k is None
-            else _positions("pos_k", self.pos_k, q, s)
-        )
-        if t == s and (self.pos_q is None or self.pos_q is self.pos_k):
-            # The same object, so that tables computed from it are built only once.
-            queries = keys
-        elif self.pos_q is not None:
-            queries = _positions("pos_q", self.pos_q, q, t)
-        else:
-            queries = (
-                torch.arange(s - t, s, device=q.device)[None]
-                # With more queries than keys, the first queries come before every key.
-                if t > s
-                else keys[:, s - t :]
-            )
-        return AttentionCall(
-            spec=spec,
-            q=q,
-            k=k,
-            v=v,
-            params=_params(spec, q, k, params),
-            causal=self.causal,
-            mask=_mask(self.mask, q, s),
-            pos_q=queries,
-            pos_k=keys,
-            plain=plain,
-            dropout=dropout,
-        )
-
-
 # An AttentionCall, or a ScoresCall of qkeel.capture, which has the same methods but knows its logits.
 LogitCall = Any
 CallT = TypeVar("CallT", bound=Any)
@@ -336,9 +275,48 @@ def make_call(
     pos_k: KeyPositions | None = None,
     dropout: float = 0.0,
 ) -> AttentionCall:
-    """Returns the validated call of raw q, k and v under `spec`; see `qkeel.attention` for the arguments."""
-    visibility = Visibility(causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
-    return visibility.call(spec, q, k, v, params, dropout)
+    """Validates raw q [b h t d], k [b g s d] and v [b g s e] and returns their call under `spec`; see `qkeel.attention`
+    for the arguments."""
+    if not isinstance(spec, AttentionSpec):
+        raise InvalidTypeError(
+            f"expected an AttentionSpec (qkeel.preset(name) creates one), got {spec!r}"
+        )
+    _check_tensors(q, k, v)
+    spec.position.check(q.shape[-1])
+    if not 0 <= dropout < 1:
+        raise InvalidValueError(f"expected dropout in [0, 1), got {dropout}")
+    t, s = q.shape[2], k.shape[2]
+    plain = pos_q is None and pos_k is None
+    keys = (
+        torch.arange(s, device=q.device)[None]
+        if pos_k is None
+        else _positions("pos_k", pos_k, q, s)
+    )
+    if t == s and (pos_q is None or pos_q is pos_k):
+        # The same object, so that tables computed from it are built only once.
+        queries = keys
+    elif pos_q is not None:
+        queries = _positions("pos_q", pos_q, q, t)
+    else:
+        queries = (
+            torch.arange(s - t, s, device=q.device)[None]
+            # With more queries than keys, the first queries come before every key.
+            if t > s
+            else keys[:, s - t :]
+        )
+    return AttentionCall(
+        spec=spec,
+        q=q,
+        k=k,
+        v=v,
+        params=_params(spec, q, k, params),
+        causal=causal,
+        mask=_mask(mask, q, s),
+        pos_q=queries,
+        pos_k=keys,
+        plain=plain,
+        dropout=dropout,
+    )
 
 
 def _check_tensor(name: str, x: object) -> None:

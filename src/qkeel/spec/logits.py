@@ -54,8 +54,7 @@ class Scale(Slot):
 
     To add one, override `factor` and `formula`, and `parameters` if something in it is learned. `kind` names a scale that
     a kernel or a reader knows; of "other" it is assumed that the factor depends on the position. One that is built on
-    another scale overrides `base` and the two methods that exchange it: `with_base` is asked by QK-norms, which put
-    their own scale in its place, and `with_multiplier` by the lab's models whose heads are wider than their base.
+    another scale overrides `base` and `with_base`, which QK-norms ask to put their own scale in its place.
     """
 
     __slots__ = ()
@@ -90,10 +89,6 @@ class Scale(Slot):
         """Applies this scale's position-dependent factors to another scale."""
         return base
 
-    def with_multiplier(self, multiplier: float) -> Scale:
-        """The same scale with its 1/√d multiplied by a number. A scale without 1/√d is returned unchanged."""
-        return self
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InverseSqrt(Scale):
@@ -117,9 +112,6 @@ class InverseSqrt(Scale):
 
     def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float:
         return self.multiplier / math.sqrt(self.dim or head_dim)
-
-    def with_multiplier(self, multiplier: float) -> Scale:
-        return dataclasses.replace(self, multiplier=self.multiplier * multiplier)
 
     def formula(self) -> str:
         return f"{self.multiplier:g}/√{self.dim or 'd'}"
@@ -266,9 +258,6 @@ class PositionFactor(Scale):
 
     def with_base(self, base: Scale) -> Scale:
         return dataclasses.replace(self, inner=self.inner.with_base(base))
-
-    def with_multiplier(self, multiplier: float) -> Scale:
-        return dataclasses.replace(self, inner=self.inner.with_multiplier(multiplier))
 
     def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Factor:
         inner = self.inner.factor(pos_q, head_dim, params)

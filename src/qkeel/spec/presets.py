@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check, unknown
-from qkeel.functional.logits import cosine_scale, gradient_scale, qk_norm_init
+from qkeel.functional.logits import cosine_scale, qk_norm_init
 from qkeel.options import Recipe, build, described, lookup, parse
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.logits import (
@@ -239,9 +239,6 @@ def _placed(
 
 _HF = "as shipped in transformers 5.23"
 _SU = "Su 2023, kexue.fm 9859"
-# scale_advice gives advice if a fixed λ differs from the best one by more than this
-# factor.
-FAR_OFF = 1.25
 
 
 def _slots(on: On, gain: bool) -> dict[str, Any]:
@@ -313,26 +310,6 @@ def _cosa_logn(
     return AttentionSpec(
         **_slots("qk", gain),
         scale=LogN(inner=inner, train_length=train_length, clip=clip),
-    )
-
-
-def scale_advice(spec: AttentionSpec, head_dim: int) -> str | None:
-    """Returns advice if the fixed λ = 4 ln n of cosine attention is far from the optimum for this head size, otherwise
-    None."""
-    scale = spec.scale.inner if isinstance(spec.scale, LogN) else spec.scale
-    if (
-        not isinstance(scale, Fixed)
-        or spec.norm != L2Norm(on="qk")
-        or not scale.value > 1
-    ):
-        return None
-    # Solves λ = 4 ln n for the n that the scale was computed from.
-    best = gradient_scale(math.exp(scale.value / 4), head_dim)
-    if 1 / FAR_OFF <= scale.value / best <= FAR_OFF:
-        return None
-    return (
-        f"λ = 4 ln n = {scale.value:.4g} was derived for head_dim 128; for head_dim {head_dim}, most gradient passes "
-        f"at {best:.4g}: use cosa:gradient=true (a GradientMax scale)"
     )
 
 

@@ -29,7 +29,7 @@ HeadTensor = Float[Tensor, "b heads n d"]
 Hidden = Float[Tensor, "b t m"]
 Tokens = Real[Tensor, "b t"]
 QueryMask = Bool[Tensor, "b t"]
-# Tensors as passed by callers, before `Visibility.call` converts them to the shapes above.
+# Tensors as passed by callers, before `make_call` converts them to the shapes above.
 # Bool or float, broadcasting to [b h t s], or [b s].
 AttentionMask = Shaped[Tensor, "..."]
 QueryPositions = Real[Tensor, "*b t"]

@@ -6,14 +6,8 @@ import types
 import numpy as np
 import pytest
 from experiments.claims.__main__ import columns, configured, joined, main, whole_seeds
-from experiments.claims.claim import OF_ALL_RATES, Cell, Claim, sensitivity, stable
-from experiments.claims.judge import (
-    HERE,
-    PAGE,
-    differences,
-    judge,
-    page,
-)
+from experiments.claims.claim import OF_ALL_RATES, Cell, Claim
+from experiments.claims.judge import HERE, PAGE, judge, page
 from experiments.claims.measures import MEASURES
 from experiments.claims.site_page import SITE, site_page
 from experiments.claims.studies import CORPORA, STUDIES
@@ -159,37 +153,6 @@ def test_verdicts_follow_from_interval_and_margin_in_the_direction_of_the_claim(
     assert verdict(claim(), a=(2.5, math.nan), b=(2.3, 2.3)) == "not run yet", (
         "a loss of NaN is no number"
     )
-
-
-def test_an_effect_that_crosses_the_margin_against_the_claim_contradicts_a_direction_and_leaves_equality_open():
-    left, right = tuple(2.5 - 0.004 * k for k in range(8)), (2.5,) * 8
-    assert verdict(claim(), a=left, b=right) == "contradicted"
-    assert verdict(claim(equal=True), a=left, b=right) == "undecided"
-
-
-def test_differences_are_of_left_and_right_or_of_their_logarithms():
-    top = Cell({"remedy": "a", "lr": 0.1}, "max_logit")
-    assert differences(
-        claim(left=top, right=100.0, ratio=True), found(rows(a=(1.0, math.e)))
-    ) == pytest.approx([0.0, 1.0])
-
-
-def test_numbers_of_all_rates_are_of_the_seeds_with_every_rate():
-    table = [
-        {
-            **row,
-            "lr": lr,
-            "val_loss": 2.0 + lr,
-            "collapsed": lr > 0.1 and row["remedy"] == "a",
-        }
-        for lr in (0.1, 0.3)
-        for row in rows(a=(0.0, 0.0), b=(0.0, 0.0))
-    ]
-    made = claim(left=sensitivity("a"), right=0.0)
-    assert differences(made, found(table)) == pytest.approx([0.1, 0.1])
-    assert differences(made, found(table[:-3])) == pytest.approx([0.1])
-    rate = claim(left=stable("a", 3.0), right=stable("b"), ratio=True)
-    assert differences(rate, found(table)) == pytest.approx([0.0, 0.0])
 
 
 class Recorded:

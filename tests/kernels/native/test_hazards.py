@@ -14,14 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qkeel
 from qkeel import reference
-from qkeel.errors import (
-    InvalidTypeError,
-    InvalidValueError,
-    QkeelWarning,
-    RefusedError,
-)
-from qkeel.functional.norms import l2_norm
-from qkeel.kernels.native import build, operators
+from qkeel.spec.call import make_call
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -253,9 +246,10 @@ def check(name, native, do, truth):
         )
 
 
-def written_out(q, k, v, *, spec, params, seen):
+def written_out(q, k, v, *, spec, params, **visible):
     """In place of SpecModule.attend."""
-    out = reference.attend_call(seen.call(spec, q, k, v, params)).out
+    call = make_call(spec, q, k, v, params=params, **visible)
+    out = reference.attend_call(call).out
     return from_heads(out)
 
 
@@ -304,77 +298,6 @@ def attend(d=8, **options):
     q = torch.linspace(-1, 1, 2 * 5 * d).view(1, 2, 5, d)
     params = SPEC.init_params(2, 2, d)
     return qkeel.attention(q, q, q, spec=SPEC, params=params, **options)
-
-
-def module(x=None, dtype=torch.float32, **options):
-    x = torch.ones(1, 5, 16).to(dtype) if x is None else x
-    return qkeel.nn.Attention(16, 2, spec=SPEC).to(dtype)(x, **options)
-
-
-def another_architecture(folder, m):
-    """A cache with a library whose head says AArch64, and no compiler to make a better one."""
-    m.setenv("QKEEL_NATIVE_CACHE", str(folder))
-    m.setenv("CXX", "/no/compiler")
-    head = b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x03\x00\xb7\x00" + bytes(1000)
-    (folder / f"{build.NAME}-{build.key()}.so").write_bytes(head)
-
-
-def nowhere_to_write(folder, m):
-    (folder / "file").write_text("")
-    m.setenv("QKEEL_NATIVE_CACHE", str(folder / "file" / "below"))
-
-
-@pytest.mark.parametrize("spoil", [another_architecture, nowhere_to_write])
-def test_where_nothing_can_be_compiled_torch_computes_after_one_warning(
-    spoil, tmp_path, monkeypatch
-):
-    with monkeypatch.context() as off:
-        off.setenv("QKEEL_NATIVE", "0")
-        true = attend()
-    unloaded = functools.cache(operators._loaded.__wrapped__)
-    monkeypatch.setattr(operators, "_loaded", unloaded)
-    spoil(tmp_path, monkeypatch)
-    with pytest.warns(QkeelWarning, match="without its compiled") as warned:
-        outputs = [attend(), attend()]
-    assert all(torch.equal(x, true) for x in outputs)
-    assert len(warned) == 1
-
-
-@pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("d", [4, 12, 1030])
-def test_other_widths_are_torchs(d, monkeypatch):
-    with pytest.raises(RefusedError, match="multiples of 8"):
-        attend(d, impl="native")
-    ours = attend(d)
-    monkeypatch.setenv("QKEEL_NATIVE", "0")
-    assert torch.equal(ours, attend(d))
-
-
-FP8 = torch.float8_e4m3fn
-BAD = {
-    "a module of 8 bits": (lambda: module(dtype=FP8), InvalidTypeError),
-    "a mask on another device": (
-        lambda: module(mask=torch.ones(5, 5, device="meta")),
-        InvalidValueError,
-    ),
-    "integers": (lambda: module(torch.ones(1, 5, 16).long()), InvalidTypeError),
-    "another dtype": (lambda: module(torch.ones(1, 5, 16).half()), InvalidTypeError),
-    "another device": (
-        lambda: module(torch.ones(1, 5, 16, device="meta")),
-        InvalidValueError,
-    ),
-    "no tensor": (lambda: module([[1.0]]), InvalidTypeError),
-    "a norm of 8 bits": (lambda: l2_norm(torch.ones(3).to(FP8)), InvalidTypeError),
-}
-
-
-@both_ways
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_clear_error(name, native, monkeypatch):
-    monkeypatch.setenv("QKEEL_NATIVE", native)
-    do, error = BAD[name]
-    with pytest.raises(error):
-        do()
 
 
 @pytest.mark.usefixtures("library")

@@ -1,11 +1,8 @@
 """The compiled pass over logits gives the statistics of torch's path, whose float64 run is the truth here."""
 
-import dataclasses
-
 import pytest
 import torch
 from tests.contract.conformance.cases import widened
-from tests.each_row import each_row
 from tests.kernels.drawn import drawn, mask_of_pairs
 from tests.packed_sequences import CASES, packed
 from torch.testing import assert_close
@@ -15,7 +12,7 @@ from qkeel.capture.calls import flex_call
 from qkeel.functional.statistics import TENSORS
 from qkeel.kernels.logits import compiled as logit_pass
 from qkeel.kernels.statistics import logit_stats, max_stats
-from qkeel.spec import AttentionSpec, NoPosition, SlidingWindow, Softcap, Softpick
+from qkeel.spec import AttentionSpec, NoPosition, SlidingWindow, Softpick
 from qkeel.spec.call import band_call, make_call, with_query_mask
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -115,41 +112,3 @@ def test_calls_that_it_does_not_read_are_left_to_torch():
         assert z.max() > least
         for stats in (max_stats(call), logit_stats(call)):
             assert_close(stats.max_logit, z.amax((0, 2, 3)))
-
-
-WHERE = ("q", "k", "hidden key", "uncounted row", "bias")
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@each_row("where", WHERE)
-def test_what_is_not_finite_is_reported_as_torch_reports_it(value, where):
-    for spec in (AttentionSpec(), AttentionSpec(cap=Softcap(20.0))):
-        q, k = torch.randn(1, 3, 40, 8), torch.rand(1, 3, 40, 8) + 0.1
-        mask, counted = torch.ones(1, 1, 40, 40).bool(), torch.ones(1, 40).bool()
-        if where == "bias":
-            mask = torch.randn(1, 3, 40, 40)
-            mask[0, 1, 39, 7] = value
-        elif where in ("q", "uncounted row"):
-            # The last row sees every key: else torch's path takes hidden keys for the largest of -inf.
-            q[0, 1, 39] = 0
-            q[0, 1, 39, 3] = value
-            counted[0, 39] = where == "q"
-        else:
-            k[0, 1, 20, 3] = value
-            mask[..., 20] = where == "k"
-        call = with_query_mask(make_call(spec, q, k, k, mask=mask), counted)
-        assert logit_pass.rows_of(call, 1.0) is not None
-        ours = dataclasses.replace(
-            logit_stats(call, 1.0), max_logit=max_stats(call).max_logit
-        )
-        same(ours, torchs(call), TENSORS, atol=1e-6)
-
-
-def test_ends_beyond_the_keys_are_the_ends_of_the_keys():
-    q, scale = torch.randn(1, 2, 3, 8), torch.ones(1, 2, 3)
-    ends = torch.full((1, 3), -9), torch.full((1, 3), 12)
-    far, near = (
-        torch.ops.qkeel_native.logit_extremes(q, q, scale, *e, None, 0.0)
-        for e in (ends, (None, None))
-    )
-    assert torch.equal(far, near)

@@ -29,16 +29,10 @@ class Native(Kernel):
     use."""
 
     def supports(self, call: AttentionCall) -> Refusal | None:
-        reason = (
-            _of_spec(call) or _of_tensors(call) or _of_library() or _of_gradient(call)
-        )
-        return (
-            None
-            if reason is None
-            else Refusal(
-                reason, "use impl='chunked' (exact, O(T) memory) or impl='auto'"
-            )
-        )
+        reason = _of_spec(call) or _of_tensors(call)
+        if reason is None and not ready():
+            reason = "the compiled attention is switched off, or cannot be used here"
+        return None if reason is None else Refusal(reason)
 
     def __call__(self, call: AttentionCall) -> Outputs:
         return _run(call, stats=False)[0]
@@ -58,47 +52,39 @@ def _biased(call: AttentionCall) -> bool:
 
 def _of_spec(call: AttentionCall) -> str | None:
     spec, position, biased = call.spec, call.spec.position.unwindowed, _biased(call)
-    if spec.normalizer.kind != "softmax":
-        return f"the compiled attention normalises by softmax only, not by {spec.normalizer.formula()}"
-    if spec.cap.kind == "other":
-        return f"the compiled attention does not support the cap {spec.cap.formula()}"
-    if not (position.folds or biased):
-        return f"{position.formula()} is neither a rotation nor ALiBi"
-    if isinstance(call, BandCall):
-        return "the compiled attention supports windows on both sides, but not packed sequences"
-    if not call.plain and (call.causal or biased or call.window is not None):
-        return "the compiled attention only takes positions 0, 1, 2, …"
-    if call.dropout:
-        return "the compiled attention has no dropout"
+    is_supported = (
+        spec.normalizer.kind == "softmax"
+        and spec.cap.kind != "other"
+        and (position.folds or biased)
+    )
+    if not is_supported:
+        return (
+            "the compiled attention is for softmax only, with rotations or ALiBi and a soft cap, not for "
+            f"{spec.normalizer.formula()}, {position.formula()}, {spec.cap.formula()}"
+        )
+    moves = not call.plain and (call.causal or biased or call.window is not None)
+    if call.dropout or isinstance(call, BandCall) or moves:
+        return "the compiled attention has no dropout, no packed sequences, and only positions 0, 1, 2, …"
     return None
 
 
 def _of_tensors(call: AttentionCall) -> str | None:
     q, k, v, mask = call.q, call.k, call.v, call.mask
     tensors = (q, k, v) if mask is None else (q, k, v, mask)
-    if not all(is_plain(x) and x.is_cpu for x in tensors):
-        return "the compiled attention is for plain tensors on a CPU"
-    if q.dtype not in STORED:
-        return f"the compiled attention takes float32, bfloat16 and float16 (computing in float32), not {q.dtype}"
-    if q.shape[-1] % 8 or v.shape[-1] % 8 or not q.numel() or not v.numel():
-        return f"the compiled attention takes widths that are multiples of 8, not {q.shape[-1]} and {v.shape[-1]}"
-    if mask is not None and mask.dtype not in _MASKS:
-        return f"the compiled attention does not support masks of {mask.dtype}"
-    return None
-
-
-def _of_library() -> str | None:
-    return (
-        None
-        if ready()
-        else "the compiled attention is switched off, or cannot be used here"
+    is_supported = (
+        all(is_plain(x) and x.is_cpu for x in tensors)
+        and q.dtype in STORED
+        and not (q.shape[-1] % 8 or v.shape[-1] % 8)
+        and q.numel()
+        and v.numel()
+        and (mask is None or mask.dtype in _MASKS)
     )
-
-
-def _of_gradient(call: AttentionCall) -> str | None:
-    if not torch.is_grad_enabled():
-        return None
-    if call.mask is not None and call.mask.requires_grad:
+    if not is_supported:
+        return (
+            "the compiled attention takes plain float32, bfloat16 and float16 tensors on a CPU, with widths that are "
+            f"multiples of 8, not {q.dtype} of widths {q.shape[-1]} and {v.shape[-1]}"
+        )
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         return "the compiled attention has no derivative with respect to its mask"
     return None
 

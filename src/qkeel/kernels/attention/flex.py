@@ -38,37 +38,29 @@ class Flex(Kernel):
     """
 
     def supports(self, call: AttentionCall) -> Refusal | None:
-        spec, out = call.spec, "use impl='auto'"
-        if call.q.device.type != _DEVICE:
+        spec, way_out = call.spec, "use impl='auto'"
+        is_supported = (
+            call.q.device.type == _DEVICE
+            and spec.normalizer.kind == "softmax"
+            and spec.cap.kind != "other"
+            and spec.position.folds
+            and type(call) is AttentionCall
+            and call.mask is None
+            and not call.dropout
+            and call.plain
+            and call.q.shape[2]
+            and call.k.shape[2]
+        )
+        if not is_supported:
             return Refusal(
-                "FlexAttention is used on a GPU only, since elsewhere it materialises the T×T matrix",
-                out,
+                "FlexAttention is used on a GPU only, for softmax with positions folded into q and k, without a mask, "
+                "packed sequences, dropout or explicit positions",
+                way_out,
             )
-        if (
-            spec.normalizer.kind != "softmax"
-            or spec.cap.kind == "other"
-            or not spec.position.folds
-        ):
-            return Refusal(
-                "FlexAttention is used only for softmax, with positions folded into q and k",
-                out,
-            )
-        if (
-            type(call) is not AttentionCall
-            or call.mask is not None
-            or call.dropout
-            or not call.plain
-        ):
-            return Refusal(
-                "FlexAttention is used only without a mask, packed sequences, dropout or explicit positions",
-                out,
-            )
-        if not (call.q.shape[2] and call.k.shape[2]):
-            return Refusal("FlexAttention needs at least one query and one key", out)
         if torch.compiler.is_compiling() or transformed() or with_tangents():
             return Refusal(
                 "qkeel compiles FlexAttention itself, which does not work in another graph or in torch.func transforms",
-                out,
+                way_out,
             )
         return None
 

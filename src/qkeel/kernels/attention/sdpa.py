@@ -28,27 +28,25 @@ class Sdpa(Kernel):
     """Softmax attention without a cap, for positions that fold into q and k."""
 
     def supports(self, call: AttentionCall) -> Refusal | None:
-        spec, out = call.spec, "use impl='chunked' (exact, O(T) memory) or impl='auto'"
+        spec, mask = call.spec, call.mask
         if spec.normalizer.kind != "softmax":
             return Refusal(
-                f"SDPA normalises by softmax only, not by {spec.normalizer.formula()}",
-                out,
+                f"SDPA normalises by softmax only, not by {spec.normalizer.formula()}"
             )
         if spec.cap.kind != "none":
-            return Refusal("SDPA cannot cap logits", out)
+            return Refusal("SDPA cannot cap logits")
         if not spec.position.folds:
-            return Refusal(
-                f"{spec.position.formula()} cannot be folded into q and k", out
-            )
+            return Refusal(f"{spec.position.formula()} cannot be folded into q and k")
         if with_tangents():
-            return Refusal(
-                "torch's fused attention has no forward-mode derivative", out
-            )
-        if _rounds_mask(call):
-            assert call.mask is not None
-            return Refusal(
-                f"SDPA would round the {call.mask.dtype} mask to {call.q.dtype}", out
-            )
+            return Refusal("torch's fused attention has no forward-mode derivative")
+        # torch accepts a wider mask on some backends only, and cuDNN misreads it (pytorch#191612).
+        if (
+            mask is not None
+            and mask.is_floating_point()
+            and call.q.dtype.itemsize < 4
+            and mask.dtype != call.q.dtype
+        ):
+            return Refusal(f"SDPA would round the {mask.dtype} mask to {call.q.dtype}")
         return None
 
     def __call__(self, call: AttentionCall) -> Outputs:
@@ -111,17 +109,6 @@ def _with_nan_of_an_only_key(
         return out + nothing[:, :, None]
     out[:, :, 0] += nothing
     return out
-
-
-def _rounds_mask(call: AttentionCall) -> bool:
-    # torch accepts a wider mask on some backends only, and cuDNN misreads it (pytorch#191612).
-    mask, low = call.mask, call.q.dtype.itemsize < 4
-    return (
-        low
-        and mask is not None
-        and mask.is_floating_point()
-        and mask.dtype != call.q.dtype
-    )
 
 
 def _sdpa(

@@ -30,34 +30,24 @@ class Windowed(Kernel):
     """
 
     def supports(self, call: AttentionCall) -> Refusal | None:
-        spec, out = call.spec, "use impl='chunked' (exact, O(T) memory) or impl='auto'"
-        if rerope(spec.position) is None:
-            return Refusal(
-                f"the windowed kernel is for ReRope, not for {spec.position.formula()}",
-                out,
-            )
-        if spec.normalizer.kind != "softmax" or spec.cap.kind != "none":
-            return Refusal("the windowed kernel is for softmax without a cap", out)
-        if not (call.causal and call.whole):
-            return Refusal(
-                "the windowed kernel is for causal attention of a whole sequence without a mask",
-                out,
-            )
-        if (
-            call.q.device.type != "cpu"
-            or call.dropout
-            or call.q.shape[-1] != call.v.shape[-1]
-        ):
-            return Refusal(
-                "the windowed kernel runs on a CPU, without dropout, with values as wide as keys",
-                out,
-            )
-        if torch.compiler.is_compiling() or transformed():
-            return Refusal(
-                "the windowed kernel can neither be compiled nor used in torch.func transforms",
-                out,
-            )
-        return None
+        spec = call.spec
+        is_supported = (
+            rerope(spec.position) is not None
+            and spec.normalizer.kind == "softmax"
+            and spec.cap.kind == "none"
+            and call.causal
+            and call.whole
+            and call.q.device.type == "cpu"
+            and not call.dropout
+            and call.q.shape[-1] == call.v.shape[-1]
+            and not (torch.compiler.is_compiling() or transformed())
+        )
+        if is_supported:
+            return None
+        return Refusal(
+            f"the windowed kernel is for causal softmax under ReRope, not for {spec.position.formula()}, of a whole "
+            "sequence on a CPU, without a mask, cap, dropout, compiler or torch.func, with values as wide as keys"
+        )
 
     def __call__(self, call: AttentionCall) -> Outputs:
         position = rerope(call.spec.position)

@@ -35,13 +35,7 @@ class Decode(Kernel):
         reason = _decode_refuses_tensors(call) or _decode_refuses_spec(call)
         if reason is None and not ready():
             reason = "the compiled kernel for decoding is switched off, or cannot be used here"
-        return (
-            None
-            if reason is None
-            else Refusal(
-                reason, "use impl='chunked' (exact, O(T) memory) or impl='auto'"
-            )
-        )
+        return None if reason is None else Refusal(reason)
 
     def __call__(self, call: AttentionCall) -> Outputs:
         q, k, v, scale = folded(call)

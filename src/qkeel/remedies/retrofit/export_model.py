@@ -1,8 +1,7 @@
-"""Exports a model with q/k norms as a transformers architecture that has such norms."""
+"""Exports a Llama, Mistral or Qwen2 with q/k norms as a Qwen3, the transformers architecture that has such norms."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import os
@@ -35,13 +34,17 @@ from qkeel.remedies.apply import active_remedies
 from qkeel.remedies.head_norms import HeadNorm
 from qkeel.safetensors_io import DTYPES, INDEX, PICKLES, TensorReader, open_checkpoint
 
-# Target architectures in transformers: the tensors to rename or add, and the config.
+# The architectures of transformers with norms of q and k that can be written.
+SHAPES = ("qwen3",)
+# Types of models that are a Qwen3 once q and k are normed.
+_SOURCES = ("llama", "mistral", "qwen2")
+_COMPUTES = "pre-norm blocks, an RMS norm of q and k per head before RoPE, one gain [head_dim] for all heads"
 
 ModelConfigFields = Mapping[str, Any]
 # Tensors by name, each read when it is written, so that only one file of them is in memory.
 Loaders = Mapping[str, Callable[[], Tensor]]
 
-_LAYER = re.compile(r"(model\.layers\.\d+\.)(.+?)(\.weight|\.bias|)")
+_QK_NORM = re.compile(r"(model\.layers\.\d+\.self_attn\.([qk])_norm)(\.weight|)")
 # Buffers that models recreate.
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq|.*\.masked_bias")
 # Fields that the new config has elsewhere (rope_parameters) or not at all, and the one that names code of the old
@@ -57,87 +60,31 @@ _DROPPED = (
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TargetArchitecture:
-    """A transformers architecture with norms of q and k, and the models that can become it once q and k are normed.
-
-    `sources` are the types of these models. `norms` maps the names of norms in a source block to those in the target.
-    `flat` is True if one norm covers all heads of a token. `one_plus` is True if gains are stored as w and used as
-    1 + w. `why` describes what the architecture computes, for error messages.
-    """
-
-    model_type: str
-    architecture: str
-    sources: tuple[str, ...]
-    norms: Mapping[str, str]
-    flat: bool = False
-    one_plus: bool = False
-    why: str = ""
-
-
-_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-SHAPES: dict[str, TargetArchitecture] = {
-    "qwen3": TargetArchitecture(
-        model_type="qwen3",
-        architecture="Qwen3ForCausalLM",
-        sources=("llama", "mistral", "qwen2"),
-        norms={n: n for n in _NORMS[:2]},
-        why="pre-norm blocks, an RMS norm of q and k per head before RoPE, one gain [head_dim] for all heads",
-    ),
-    "olmo2": TargetArchitecture(
-        model_type="olmo2",
-        architecture="Olmo2ForCausalLM",
-        sources=("llama",),
-        norms={
-            "attention_post_norm": "post_attention_layernorm",
-            "mlp_post_norm": "post_feedforward_layernorm",
-        },
-        flat=True,
-        why="norms after attention and MLP and none before them (swin_norm), an RMS norm of q and k over all heads of "
-        "a token (qk_norm:over=layer,gain=head_dim)",
-    ),
-    "gemma3": TargetArchitecture(
-        model_type="gemma3_text",
-        architecture="Gemma3ForCausalLM",
-        sources=("gemma2",),
-        norms={n: n for n in _NORMS},
-        one_plus=True,
-        why="norms before and after both branches with gains 1 + w, GELU, embeddings times √hidden_size, an RMS norm "
-        "of q and k per head, and no cap on attention logits",
-    ),
-}
-
-
-@final
 class Conversion:
-    """Turns the tensors and the config.json of a model into those of the architecture `to`.
+    """Turns the tensors and the config.json of a model into those of a Qwen3.
 
     Args:
-        to: a name in SHAPES.
         config: the model's config.json.
         names: the names of the model's tensors, including q_norm and k_norm.
         norm_eps: the eps of the q/k norm, if it differs from the config's rms_norm_eps.
 
     Raises:
-        UnknownNameError: the architecture is unknown.
-        RefusedError: the model computes something that the architecture does not.
+        RefusedError: the model computes something that Qwen3 does not.
     """
 
     def __init__(
-        self,
-        to: str,
-        config: ModelConfigFields,
-        names: set[str],
-        norm_eps: float | None,
+        self, config: ModelConfigFields, names: set[str], norm_eps: float | None
     ) -> None:
-        check_known("architecture to export to", to, SHAPES)
-        self.to, self.config, self.shape = to, config, SHAPES[to]
-        self._check_source()
+        self.config = config
+        if config.get("model_type") not in _SOURCES:
+            raise RefusedError(
+                f"a model of type {config.get('model_type')!r} cannot become a Qwen3, which has {_COMPUTES}; one can be "
+                f"made from {' or '.join(_SOURCES)}"
+            )
+        if config.get("mlp_bias"):
+            raise RefusedError(
+                "config.json has mlp_bias, which Qwen3 does not; train the model without it first"
+            )
         try:
             self.heads, self.width, self.layers = (
                 int(config[n])
@@ -156,129 +103,68 @@ class Conversion:
         # norm(x; ε) = norm(c · x; c² · ε): another eps of the norm goes into the weights before it.
         self._scale = 1.0 if norm_eps is None else math.sqrt(self.eps / norm_eps)
         # Qwen2 has biases on q, k and v only, whereas Qwen3 has them on all four projections or on none.
-        self._adds_bias = to == "qwen3" and config.get("model_type") == "qwen2"
-        self._check_complete(
-            {self.name_of(n) for n in names if not _IGNORED.fullmatch(n)}
-        )
-
-    def _check_source(self) -> None:
-        source = self.config.get("model_type")
-        if source not in self.shape.sources:
-            raise RefusedError(
-                f"a model of type {source!r} cannot become {self.to}, which has {self.shape.why}; "
-                f"{self.to} can be made from {' or '.join(self.shape.sources)}"
-            )
-        # A config of Gemma 2 without the key means a cap of 50.
-        cap = self.config.get(
-            "attn_logit_softcapping", 50.0 if self.to == "gemma3" else None
-        )
-        window = self.config.get("sliding_window") if self.to == "olmo2" else None
-        for key, value in (
-            ("mlp_bias", self.config.get("mlp_bias")),
-            ("attn_logit_softcapping", cap),
-            ("sliding_window", window),
-        ):
-            if value:
-                raise RefusedError(
-                    f"config.json has {key} = {value!r}, which {self.to} does not support; train the model without "
-                    "it first"
-                )
-
-    def name_of(self, name: str) -> str:
-        """Returns the name that a tensor has in the architecture."""
-        layer = _LAYER.fullmatch(name)
-        if layer is None:
-            return name
-        head, inner, end = layer.groups()
-        if inner in self.shape.norms:
-            return f"{head}{self.shape.norms[inner]}{end}"
-        if inner in ("self_attn.q_norm", "self_attn.k_norm"):
-            return f"{head}{inner}.weight"
-        if inner.endswith("norm"):
-            raise RefusedError(
-                f"{name}: {self.to} has no such norm; it has {self.shape.why}"
-            )
-        return name
+        self._adds_bias = config["model_type"] == "qwen2"
+        self._check_complete({_new_name(n) for n in names if not _IGNORED.fullmatch(n)})
 
     def _check_complete(self, names: set[str]) -> None:
-        """Raises RefusedError unless the tensors are exactly those of the architecture."""
-        attention = [f"self_attn.{x}_norm" for x in "qk"]
-        attention += [f"self_attn.{x}_proj" for x in "qkvo"]
-        mlp = [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+        """Raises RefusedError unless the tensors are exactly those of a Qwen3."""
+        modules = [f"self_attn.{x}_norm" for x in "qk"]
+        modules += [f"self_attn.{x}_proj" for x in "qkvo"]
+        modules += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+        modules += ["input_layernorm", "post_attention_layernorm"]
+        children = [f"{module}.weight" for module in modules]
+        if any(name.endswith("q_proj.bias") for name in names):
+            biased = "qkv" if self._adds_bias else "qkvo"
+            children += [f"self_attn.{x}_proj.bias" for x in biased]
         expected = {"model.embed_tokens.weight", "model.norm.weight"}
         expected |= set() if self.tied else {"lm_head.weight"}
-        has_bias = any(name.endswith("q_proj.bias") for name in names)
-        biased = "qkv" if self._adds_bias else "qkvo"
         for i in range(self.layers):
-            head = f"model.layers.{i}"
-            for child in (*attention, *mlp, *self.shape.norms.values()):
-                expected.add(f"{head}.{child}.weight")
-            if has_bias:
-                expected |= {f"{head}.self_attn.{x}_proj.bias" for x in biased}
+            expected |= {f"model.layers.{i}.{child}" for child in children}
         missing = sorted(expected - names)
         strange = sorted(names - expected - {"lm_head.weight"})
-        if any("_norm.weight" in name and "self_attn" in name for name in missing):
+        if any(_QK_NORM.fullmatch(name) for name in missing):
             raise RefusedError(
-                f"{missing[0]} is missing: q and k are not normed yet. Add the norms and fit their gains first: "
+                "q and k are not normed yet. Add the norms and fit their gains first: "
                 "qkeel.retrofit(model, 'qk_norm', batch), then qkeel.export(model, ...) or save_pretrained"
             )
         if missing or strange:
             difference = f"lacks {missing[0]}" if missing else f"also has {strange[0]}"
             raise RefusedError(
-                f"the model {difference}, but {self.to} has {self.shape.why}; expected the tensors as save_pretrained "
+                f"the model {difference}, but a Qwen3 has {_COMPUTES}; expected the tensors as save_pretrained "
                 "writes them, with adapters merged"
             )
 
     def converted(self, name: str, x: Tensor) -> dict[str, Tensor]:
-        """Returns what becomes of a tensor: under its new name, and with the bias that the architecture adds to it."""
+        """Returns what becomes of a tensor: under its new name, and with the bias that Qwen3 adds to it."""
         if _IGNORED.fullmatch(name):
             return {}
-        new = self.name_of(name)
-        if new.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight")):
-            x = self._gain(name, x, self.heads if "q_norm" in new else self.kv_heads)
+        if norm := _QK_NORM.fullmatch(name):
+            x = self._gain(name, x, self.heads if norm[2] == "q" else self.kv_heads)
         elif self._scale != 1.0 and re.search(r"self_attn\.[qk]_proj\.", name):
-            # A power of two changes exponents alone, which is exact in any precision.
-            if x.dtype.itemsize < 4 and math.frexp(self._scale)[0] != 0.5:
+            if x.dtype.itemsize < 4:
                 raise RefusedError(
                     f"the eps of the q/k norm differs from rms_norm_eps, and scaling weights in {x.dtype} to "
                     "compensate would round them; retrofit with the model's own eps, or save the model in float32"
                 )
             x = (x.to(widest(x.device)) * self._scale).to(x.dtype)
-        tensors = {new: x.contiguous()}
+        tensors = {_new_name(name): x.contiguous()}
         if self._adds_bias and name.endswith("o_proj.weight"):
-            tensors[new.replace(".weight", ".bias")] = x.new_zeros(self.width)
+            tensors[name.replace(".weight", ".bias")] = x.new_zeros(self.width)
         return tensors
 
     def _gain(self, name: str, gain: Tensor, heads: int) -> Tensor:
         d = self.head_dim
-        if self.shape.flat:
-            if gain.numel() != heads * d:
-                raise RefusedError(
-                    f"{name} has shape {tuple(gain.shape)}, but {self.to} normalises all heads of a token at once with "
-                    f"a gain of {heads * d} numbers; use qk_norm:over=layer,gain=head_dim"
-                )
-            return gain.reshape(-1)
         fits = tuple(gain.shape) in ((d,), (), (1,), (heads, 1), (heads, d))
         of_heads = gain.expand(heads, d) if fits else gain
         if not fits or not torch.equal(of_heads, of_heads[:1].expand_as(of_heads)):
             raise RefusedError(
-                f"{name} of shape {tuple(gain.shape)} is not one gain of {d} numbers for all heads, which {self.to} "
-                "has; use qk_norm:gain=dim"
+                f"{name} of shape {tuple(gain.shape)} is not one gain of {d} numbers for all heads, as a Qwen3 has it; "
+                "use qk_norm:gain=dim"
             )
-        gain = of_heads[0]
-        if not self.shape.one_plus:
-            return gain
-        # Gemma multiplies by 1 + w.
-        stored = (gain.double() - 1).to(gain.dtype)
-        if not torch.allclose(stored.double() + 1, gain.double(), rtol=1e-6, atol=1e-7):
-            raise RefusedError(
-                f"{name} would be rounded: {self.to} stores gains as w - 1, and {gain.dtype} is too imprecise for "
-                "that; save the model in float32 first"
-            )
-        return stored
+        return of_heads[0]
 
     def new_config(self, has_bias: bool) -> dict[str, Any]:
-        """Returns the config.json of the architecture."""
+        """Returns the config.json of the Qwen3."""
         config = self.config
         rope = dict(config.get("rope_parameters") or {})
         # As transformers wrote it before version 5.
@@ -289,35 +175,18 @@ class Conversion:
                 "rope_theta": float(config.get("rope_theta", 10000.0)),
                 **scaling,
             }
-        new = {
+        return {
             **{k: v for k, v in config.items() if k not in _DROPPED},
-            "model_type": self.shape.model_type,
-            "architectures": [self.shape.architecture],
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
             "head_dim": self.head_dim,
             "num_key_value_heads": self.kv_heads,
             "rms_norm_eps": self.eps,
             "tie_word_embeddings": self.tied,
             "rope_parameters": rope,
+            "attention_bias": has_bias or bool(config.get("attention_bias")),
+            **self._windows(),
         }
-        if self.to == "qwen3":
-            new["attention_bias"] = has_bias or bool(config.get("attention_bias"))
-            new |= self._windows()
-        elif self.to == "olmo2":
-            # OLMo 2 has no such field.
-            del new["head_dim"]
-            if self.head_dim * self.heads != self.width:
-                raise RefusedError(
-                    f"olmo2 has heads of size hidden_size / n_heads, but these have size {self.head_dim}"
-                )
-        else:
-            kinds = [
-                f"{('sliding', 'full')[i % 2]}_attention" for i in range(self.layers)
-            ]
-            new["layer_types"] = config.get("layer_types") or kinds
-            new["rope_parameters"] = {
-                kind: dict(rope) for kind in ("full_attention", "sliding_attention")
-            }
-        return new
 
     def _windows(self) -> dict[str, Any]:
         """Returns Qwen3's window settings. A Mistral window applies to every layer, whereas Qwen2 lists its layers."""
@@ -334,6 +203,12 @@ class Conversion:
             "max_window_layers": 0,
             "layer_types": [kind] * self.layers,
         }
+
+
+def _new_name(name: str) -> str:
+    """Returns the name that a tensor has in a Qwen3: a norm of numbers is stored under its module's name."""
+    norm = _QK_NORM.fullmatch(name)
+    return name if norm is None else f"{norm[1]}.weight"
 
 
 # Writing models and checkpoints with q/k norms in an architecture that transformers loads.
@@ -364,7 +239,7 @@ def convert(
 
     Args:
         checkpoint: a folder with config.json and safetensors files.
-        architecture: "qwen3", "olmo2" or "gemma3".
+        architecture: "qwen3".
         path: the folder to write.
         norm_eps: the eps of the q/k norms. By default the config's rms_norm_eps is taken, with a warning.
 
@@ -381,6 +256,7 @@ def convert(
         Traceback (most recent call last):
         qkeel.errors.DataError: ...
     """
+    check_known("architecture to export to", architecture, SHAPES)
     source = Path(checkpoint)
     if source.is_file():
         raise DataError(
@@ -398,7 +274,7 @@ def convert(
                 f"{tensor.name} is stored as {tensor.dtype}, which torch does not support; dequantise it first"
             )
         loaders[tensor.name] = functools.partial(reader.read, tensor)
-    conversion = Conversion(architecture, opened.config, {*loaders}, norm_eps)
+    conversion = Conversion(opened.config, {*loaders}, norm_eps)
     if norm_eps is None:
         # A checkpoint does not store the eps of its norms.
         caution(_ASSUMED.format(conversion.eps))
@@ -439,6 +315,7 @@ def export(
         qkeel.errors.RefusedError: expected a transformers model, with a config, to export as qwen3; this Linear has
         none
     """
+    check_known("architecture to export to", architecture, SHAPES)
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(
             f"expected a torch.nn.Module to export, got {type(model).__name__}"
@@ -461,13 +338,13 @@ def export(
     # Loading rebuilds the head from the embedding.
     if config.get("tie_word_embeddings"):
         weights.pop("lm_head.weight", None)
-    gains, eps = _gains(inner_model, architecture)
+    gains, eps = _gains(inner_model)
     weights |= gains
     # transformers loads in the dtype of the config, float32 if there is none.
     dtypes = {x.dtype for x in weights.values() if x.is_floating_point()}
     if len(dtypes) == 1:
         config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
-    conversion = Conversion(architecture, config, {*weights}, norm_eps or eps)
+    conversion = Conversion(config, {*weights}, norm_eps or eps)
     # A copy, since tensors of a safetensors file can't share memory, as tied embeddings do.
     loaders = {
         name: functools.partial(torch.clone, x.detach().cpu())
@@ -487,7 +364,6 @@ _HARMLESS = frozenset(
     (
         "none",
         "qk_norm",
-        "swin_norm",
         "lalr",
         "qk_lr",
         "qk_weight_decay",
@@ -498,18 +374,17 @@ _HARMLESS = frozenset(
 )
 
 
-def _gains(model: nn.Module, to: str) -> tuple[dict[str, Tensor], float | None]:
+def _gains(model: nn.Module) -> tuple[dict[str, Tensor], float | None]:
     """Returns the factors of the norms that qk_norm added, by name, and the eps of these norms."""
-    flat = to in SHAPES and SHAPES[to].flat
     gains: dict[str, Tensor] = {}
     eps: set[float] = set()
     for name, module in model.named_modules():
         if not isinstance(module, HeadNorm):
             continue
         norm, weight = module.norm, module.weight
-        if norm.kind != "rms" or (norm.over == "layer") != flat:
+        if norm.kind != "rms" or norm.over != "head":
             raise RefusedError(
-                f"{name} is {norm}, but {to} has an RMS norm over {'all heads' if flat else 'each head'}"
+                f"{name} is {norm}, but a Qwen3 has an RMS norm of each head"
             )
         if weight is None:
             weight = torch.ones((), dtype=next(model.parameters()).dtype)
@@ -517,7 +392,7 @@ def _gains(model: nn.Module, to: str) -> tuple[dict[str, Tensor], float | None]:
         eps.add(norm.eps)
     if len(eps) > 1:
         raise RefusedError(
-            f"the q/k norms of this model have different eps, but {to} has one eps for all"
+            "the q/k norms of this model have different eps, but a Qwen3 has one eps for all"
         )
     return gains, eps.pop() if eps else None
 

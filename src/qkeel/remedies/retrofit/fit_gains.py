@@ -1,14 +1,13 @@
-"""Fits the gains of an inserted norm: the start, and the descent; `insert` says on what, and in which stages."""
+"""The gains of an inserted norm, and where their fit starts; `insert` says on what they are fitted, and how."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
@@ -107,62 +106,3 @@ def _summed(x: Tensor, gain: Tensor) -> Tensor:
     if gain.ndim == 2:
         return x.sum(1) if gain.shape[1] > 1 else x.sum((1, 2))[:, None]
     return x.sum((0, 1)) if gain.ndim else x.sum()
-
-
-@final
-class Best:
-    """The parameter values with the smallest distance so far, starting with the current values."""
-
-    def __init__(
-        self, parameters: Sequence[Tensor], measure: Callable[[], float]
-    ) -> None:
-        self.parameters, self._measure = parameters, measure
-        self._distance, self._values = measure(), copies(parameters)
-
-    def offer(self) -> bool:
-        """Measures the distance at the current values. Keeps them if it is smaller, or else restores the best values.
-
-        Returns whether the current values were kept."""
-        distance = self._measure()
-        # A naive insertion may overflow; anything finite is better than that.
-        best = math.inf if math.isnan(self._distance) else self._distance
-        if distance < best:
-            self._distance, self._values = distance, copies(self.parameters)
-            return True
-        put_back(self.parameters, self._values)
-        return False
-
-
-def copies(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Returns detached copies of the parameters' values."""
-    return [p.detach().clone() for p in parameters]
-
-
-@torch.no_grad()
-def put_back(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copies values into parameters bit for bit."""
-    for p, value in zip(parameters, values):
-        p.copy_(value)
-
-
-def descend(
-    parameters: Sequence[nn.Parameter],
-    gradients: Callable[[], tuple[Tensor, Sequence[Tensor]]],
-    iterations: int,
-) -> None:
-    """Minimises a loss by L-BFGS, given a function that returns the loss and its gradients. No gradients are left on the
-    parameters."""
-    optimizer = torch.optim.LBFGS(
-        parameters, max_iter=iterations, line_search_fn="strong_wolfe"
-    )
-
-    def closure() -> Tensor:
-        with torch.enable_grad():
-            loss, gradients_of = gradients()
-        for p, g in zip(parameters, gradients_of):
-            p.grad = g
-        return loss.detach()
-
-    optimizer.step(closure)
-    for p in parameters:
-        p.grad = None

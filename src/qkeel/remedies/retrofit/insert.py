@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import final
 
@@ -20,8 +21,7 @@ from qkeel.patching.forward import extra_pass, unwrapped
 from qkeel.remedies.apply import apply, parse
 from qkeel.remedies.base import evaluating
 from qkeel.remedies.qk_norm import QKNorm
-from qkeel.remedies.retrofit.balance import Balance
-from qkeel.remedies.retrofit.fit_gains import Best, InsertedNorm, descend
+from qkeel.remedies.retrofit.fit_gains import InsertedNorm
 from qkeel.remedies.retrofit.outputs import Reference, by_name, held_out, predictions
 from qkeel.remedies.retrofit.report import RetrofitReport
 from qkeel.sites.find import find_sites
@@ -34,14 +34,11 @@ class RetrofitConfig:
 
     Attributes:
         iterations: the number of L-BFGS iterations after the least-squares start; 0 keeps the start.
-        balance: whether to rescale queries against keys in the weights, which leaves the old model's logits unchanged
-            (see `balance`).
         eps: the eps of the norm. By default this is rms_norm_eps of the model's config, if present, so that the model
             can be exported.
     """
 
     iterations: int = 40
-    balance: bool = True
     eps: float | None = None
 
     def __post_init__(self) -> None:
@@ -108,12 +105,16 @@ def retrofit(
             f"expected a torch.nn.Module to retrofit, got {type(model).__name__}"
         )
     norm_remedy = _norm_remedy(remedy)
-    several = _several(batch)
-    # A fit is always better on what it has seen.
     inner_model = unwrapped(model)
-    fitted_batches, measured_batches, measured_on = held_out(
-        [by_name(inner_model, arguments(single)) for single in several]
-    )
+    # As everywhere, a tuple holds the positional arguments of one batch.
+    several = batch if isinstance(batch, list) else [batch]
+    batches = [by_name(inner_model, arguments(single)) for single in several]
+    if not batches or not all(map(any, batches)):
+        raise InvalidTypeError(
+            f"expected a batch or a list of one or more batches, got {batch!r}"
+        )
+    # A fit is always better on what it has seen.
+    fitted_batches, measured_batches, measured_on = held_out(batches)
     if dist.world() > 1 and (wrapper := dist.wrapped_by(inner_model)):
         raise RefusedError(
             f"retrofit fits gains on complete weights, but {wrapper} has already spread this model across processes. "
@@ -127,7 +128,6 @@ def retrofit(
         for site in find_sites(inner_model, several[0]):
             by_module.setdefault(id(site.module), site)
         sites = list(by_module.values())
-        balance = Balance.of(reference, sites) if fitting.balance else None
     with ExitStack() as undo:
         undo.callback(
             apply(inner_model, norm_remedy, optimizer, batch=several[0]).remove
@@ -136,11 +136,8 @@ def retrofit(
         config_eps = getattr(getattr(inner_model, "config", None), "rms_norm_eps", None)
         eps = fitting.eps or (config_eps if isinstance(config_eps, float) else None)
         norms = [InsertedNorm(site, eps) for site in sites]
-        if balance is not None:
-            undo.callback(balance.restore)
         with evaluating(inner_model), extra_pass(inner_model):
-            report = _fit(reference, measured, norms, balance, fitting.iterations)
-        report = dataclasses.replace(report, held_out=measured_on)
+            report = _fit(reference, measured, norms, fitting.iterations, measured_on)
         return Retrofit(undo.pop_all().close, report)
 
 
@@ -148,37 +145,52 @@ def _fit(
     reference: Reference,
     measured: Reference,
     norms: Sequence[InsertedNorm],
-    balance: Balance | None,
     iterations: int,
+    measured_on: str,
 ) -> RetrofitReport:
-    """Fits the norms in stages, and keeps the result of a stage only if it reduces the gap on the fitted data."""
+    """Fits the norms in two stages, and takes a stage back unless it reduces the gap on the fitted data."""
     gains = [p for norm in norms for p in norm.gains]
     naive = measured.gap()
-    # Each stage is offered, and dropped if it made the outputs worse.
-    best = Best(gains, lambda: reference.gap().distance)
 
     @torch.no_grad()
     def run() -> object:
         return predictions(reference.model, reference.batches[0])
 
-    def gradients() -> tuple[Tensor, Sequence[Tensor]]:
-        distance = reference.distance()
-        return distance, torch.autograd.grad(distance, gains)
+    def start() -> None:
+        # In the order of the layers, so that each start sees the queries that the norms before it leave.
+        for norm in norms:
+            norm.start(run)
 
-    # In the order of the layers, so that each start sees the queries that the norms before it leave.
-    for norm in norms:
-        norm.start(run)
-    best.offer()
-    if iterations:
-        descend(gains, gradients, iterations)
-        best.offer()
-    fitted, balanced = measured.gap(), None
-    if balance is not None and iterations:
-        best = Best([*balance.weights, *gains], lambda: reference.gap().distance)
-        balance.descend(gains, reference.distance, iterations)
-        if best.offer():
-            balanced = measured.gap()
-    return RetrofitReport(naive=naive, fitted=fitted, balanced=balanced)
+    def descend() -> None:
+        optimizer = torch.optim.LBFGS(
+            gains, max_iter=iterations, line_search_fn="strong_wolfe"
+        )
+
+        def closure() -> Tensor:
+            with torch.enable_grad():
+                distance = reference.distance()
+            for gain, gradient in zip(gains, torch.autograd.grad(distance, gains)):
+                gain.grad = gradient
+            return distance.detach()
+
+        optimizer.step(closure)
+        for gain in gains:
+            gain.grad = None
+
+    # A naive insertion may overflow; anything finite is better than that.
+    distance = reference.gap().distance
+    smallest = math.inf if math.isnan(distance) else distance
+    for stage in (start, descend) if iterations else (start,):
+        values = [gain.detach().clone() for gain in gains]
+        stage()
+        distance = reference.gap().distance
+        if distance < smallest:
+            smallest = distance
+            continue
+        with torch.no_grad():
+            for gain, value in zip(gains, values):
+                gain.copy_(value)
+    return RetrofitReport(naive=naive, gap=measured.gap(), held_out=measured_on)
 
 
 def _norm_remedy(remedy: str | QKNorm) -> QKNorm:
@@ -192,21 +204,3 @@ def _norm_remedy(remedy: str | QKNorm) -> QKNorm:
             f"{remedy} has no gains of q and k to fit; use kind=rms or layer with gain=dim, head, head_dim or scalar"
         )
     return remedies[0]
-
-
-def _several(batches: object) -> list[object]:
-    """Returns one or several batches as a list."""
-    if isinstance(batches, (Tensor, Mapping)):
-        return [batches]
-    # As everywhere, a tuple of tensors holds the positional arguments of one batch.
-    if isinstance(batches, tuple) and all(isinstance(x, Tensor) for x in batches):
-        return [batches] if batches else _several([])
-    if isinstance(batches, str) or not isinstance(batches, Sequence):
-        raise InvalidTypeError(
-            f"expected a batch or a list of one or more batches, got {type(batches).__name__}"
-        )
-    if not batches:
-        raise InvalidTypeError(
-            "expected a batch or a list of one or more batches, got an empty list"
-        )
-    return list(batches)

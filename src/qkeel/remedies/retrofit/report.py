@@ -1,4 +1,4 @@
-"""The report of a retrofit: how far the new model is from the old one, stage by stage."""
+"""The report of a retrofit: how far the new model is from the old one, before and after the fit."""
 
 from __future__ import annotations
 
@@ -30,26 +30,18 @@ class Gap:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RetrofitReport:
-    """The gap to the old model after each stage of a retrofit."""
+    """The gap to the old model before and after the fit of a retrofit."""
 
     naive: Gap  #: with initial gains
-    fitted: Gap  #: with fitted gains
-    #: with queries balanced against keys; None if skipped or no help
-    balanced: Gap | None
+    gap: Gap  #: with fitted gains
     held_out: str = ""  #: the data that was not fitted, on which the gaps are measured; "" if there was none
 
-    @property
-    def gap(self) -> Gap:
-        """The gap of the final model."""
-        return self.balanced or self.fitted
-
     def __str__(self) -> str:
-        lines = [
+        measured_on = (
             f"measured on {self.held_out}, which were not fitted"
             if self.held_out
             else "measured on the data that was fitted: one sequence leaves nothing to hold out"
-        ]
-        lines += [f"naive insertion: {self.naive}", f"gains fitted:    {self.fitted}"]
-        if self.balanced is not None:
-            lines.append(f"q, k balanced:   {self.balanced}")
-        return "\n".join(lines)
+        )
+        return (
+            f"{measured_on}\nnaive insertion: {self.naive}\ngains fitted:    {self.gap}"
+        )

@@ -89,7 +89,7 @@
       return {remedy, x: lr * apart(remedy), value: total / values.length, low: Math.min(...values), high: Math.max(...values), n: values.length};
     })).filter((m) => m.n > 0);
     const low = Math.min(...dots.map((d) => d.value)), high = Math.max(...dots.map((d) => d.value));
-    const levels = [["before training", data.start], ["bigram model", data.counted]].filter(([, v]) => v !== null);
+    const levels = [["before training", data.start]].filter(([, v]) => v !== null);
     const inside = levels.filter(([, v]) => v < high + 0.5 * (high - low) && v > low - 0.2 * (high - low));
     const seen = view("loss", {scale: "linear"}), log = seen.scale === "log";
     const bands = lrs.map((lr) => ({x1: lr * apart(order[0]) * 0.985, x2: lr * apart(order[order.length - 1]) * 1.015}));

@@ -4,7 +4,7 @@
   const {human, finite, ascending, frame, controls, ramp, readable, endLabels, redraw, start, colour, dash, key, view, smoothed, axis, above, keep} = Kit;
   const data = Kit.data();
   const FLOOR = 0.1; // a logarithmic axis cannot show a logit of 0
-  const choice = {run: data.runs[0].name, map: "max_logit", more: null, runs: "max_logit"};
+  const choice = {run: data.runs[0].name, map: "max_logit", runs: "max_logit"};
 
   const current = () => data.runs.find((run) => run.name === choice.run) ?? data.runs[0];
   const steps = (x) => x.toLocaleString("en-US");
@@ -248,22 +248,6 @@
     });
   }
 
-  function more(width) {
-    const run = current(), names = Object.keys(run.lines).filter((name) => !["max_logit", "entropy", "query_norm", "key_norm"].includes(name));
-    if (!names.includes(choice.more)) choice.more = names[0];
-    controls("more", choice, [["Number", "more", names.map((name) => [name, name.replaceAll("_", " ")])]]);
-    const recorded = byLayer(run, choice.more), values = recorded.map((p) => p.value);
-    const wide = values.length && Math.min(...values) > 0 && Math.max(...values) / Math.min(...values) > 30;
-    const {log, layers: all} = chosen("more", {scale: wide ? "log" : "linear", smooth: "1"}, run, recorded);
-    depthLegend("more", run);
-    const y = axis(all, what(choice.more), log && Math.min(...values) > 0);
-    return frame("more", width, tall(width) * 0.85, {
-      marginLeft: 56, marginRight: 16 + labelRoom(run), marginTop: 24, marginBottom: 36, color: {type: "identity"},
-      x: xAxis(width, run), y,
-      marks: [...layerLines(run, all), ...layerNames(run, all, y, {height: tall(width) * 0.85, top: 24, bottom: 36}), tips(all, layerTip(run))]
-    });
-  }
-
   function loss(width) {
     const run = current(), seen = view("loss", {scale: "linear", smooth: "1", from: "0"}), log = seen.scale === "log";
     const recorded = points(run.values.train_loss ?? [], run, {name: "train_loss"}), held = points(run.values.val_loss ?? [], run, {name: "val_loss"});
@@ -286,5 +270,5 @@
   if (document.querySelector('[data-controls="run"]')) {
     controls("run", choice, [["Charts of run", "run", data.runs.map((run) => [run.name, run.name])]], redraw);
   }
-  start({runs, growth, map, entropy, norms, more, loss});
+  start({runs, growth, map, entropy, norms, loss});
 })();
