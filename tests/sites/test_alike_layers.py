@@ -203,26 +203,3 @@ def test_layers_may_refer_to_the_model_beside_its_tree(beside):
         else:
             object.__setattr__(layer, "owner", model)
     assert verified(find_sites(model, x())) == [True] * 3
-
-
-class Sums(Heads):
-    """Heads whose scores are the sum of two products."""
-
-    def __init__(self):
-        super().__init__()
-        self.second = nn.Linear(M, 2 * H * D)
-
-    def forward(self, x):
-        q, k, v = (y.transpose(1, 2) for y in self.operands(x))
-        others = self.second(x).chunk(2, -1)
-        a, b = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in others)
-        scores = q @ k.mT + a @ b.mT
-        return from_heads((scores * SCALE).softmax(-1) @ v)
-
-
-def test_a_norm_takes_layers_of_one_product_beside_layers_of_two():
-    torch.manual_seed(0)
-    model = nn.Sequential(Sums(), Sums(), *(Joint(fused_causal, M, H) for _ in "ab"))
-    handle = apply(model, "qk_norm", batch=x())
-    handle.remove()
-    assert {len(site.terms) for site in find_sites(model, x())} == {1, 2}

@@ -233,9 +233,7 @@ class SiteSearch:
                 if trace is None:
                     return None
                 trace.read = _not_kept
-                # Norms ask for the graph of summed products alone.
-                is_sum = any(len(site.terms) > 1 for site in trace.sites)
-                if self._keeps == "graphs" or (self._keeps == "calls" and is_sum):
+                if self._keeps == "graphs":
                     given = trace.arguments.given(frame)
                     trace.read = functools.partial(
                         self._read_given, frame, trace.arguments, given
