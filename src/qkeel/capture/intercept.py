@@ -97,20 +97,18 @@ class Watch(enum.IntEnum):
 
     #: those by the name of torch's function, which need no mode
     NAME = 0
-    #: those of torch's fused functions
+    #: those of torch's fused functions, and of functions whose code is exchanged
     FUSED = 1
-    #: those of functions whose code is exchanged
-    EXCHANGED = 2
     #: those of every torch function, as for attention that is written by hand
-    ALL = 3
+    ALL = 2
 
 
-_FUSED = frozenset({SDPA, F.multi_head_attention_forward, functional_attention})
 # The torch functions to observe, or None for all.
 _FUNCTIONS = {
     Watch.NAME: frozenset({SDPA}),
-    Watch.FUSED: _FUSED,
-    Watch.EXCHANGED: _FUSED,
+    Watch.FUSED: frozenset(
+        {SDPA, F.multi_head_attention_forward, functional_attention}
+    ),
     Watch.ALL: None,
 }
 # The modules in which to look for attention, by name.
@@ -317,7 +315,7 @@ class CaptureMode(CallObserver):
         most = max([Watch.NAME, *sought])
         if not self._knows_name or most > Watch.NAME:
             self.stack.ended = self._module_ended
-        around.enter_context(observed_by(self, exchanges=most >= Watch.EXCHANGED))
+        around.enter_context(observed_by(self, exchanges=most > Watch.NAME))
         model = self.stack.root.module
         if modules is None:
             modules = modules_of(model).values()
