@@ -127,8 +127,6 @@ class CapturedCall:
         call: the call as it was read.
         layout: the dimensions of its scores in the module, if they are not [b h t s] by contract.
         added: in a probe, the products whose sum is the additive mask of a fused function.
-        positions: in a probe, for each module call around it, innermost first, the number of attention calls that were
-            reported before it.
         rows: the row statistics from its kernel, if requested.
         by_name: whether it arrived by the name F.scaled_dot_product_attention.
     """
@@ -141,7 +139,6 @@ class CapturedCall:
     added: ScoresCall | None = None
     rows: KernelRows | None = None
     by_name: bool = False
-    positions: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -604,10 +601,6 @@ class CaptureMode(CallObserver):
         if how != "softmax":
             self.handwritten.before(frame, call)
         ordinal, frame.calls = frame.calls, frame.calls + 1
-        positions = []
-        for around in frame.line() if self.probing else ():
-            positions.append(around.captured)
-            around.captured += 1
         captured = CapturedCall(
             frame=frame,
             ordinal=ordinal,
@@ -617,7 +610,6 @@ class CaptureMode(CallObserver):
             added=added,
             rows=rows,
             by_name=self.by_name,
-            positions=tuple(positions),
         )
         self._report(captured)
         return captured.name

@@ -133,7 +133,7 @@ def watch(
         UnknownNameError: the statistics do not exist, or no sink has this name.
         AlreadyAppliedError: the model is already watched.
     """
-    models = named_models(model, "watch")
+    models = named_models(model)
     if wanted(stats)[0] is not True and classes is not None:
         raise InvalidValueError(
             f"expected stats=True with classes, because what {stats=} measures is not split by class"

@@ -35,19 +35,6 @@ def inputs_of(node: Node) -> list[Node]:
     return [above for above, _ in node.next_functions if above is not None]
 
 
-def saved_operand(node: Node, place: int) -> Tensor | None:
-    """Returns the first (0) or second (1) operand of a product or quotient, or None if the graph does not keep it."""
-    return _saved(node, "_saved_other" if place else "_saved_self")
-
-
-def _saved(node: Node, name: str) -> Tensor | None:
-    try:
-        value = getattr(node, name)
-    except (AttributeError, RuntimeError):  # not saved, or freed
-        return None
-    return value if isinstance(value, Tensor) else None
-
-
 def output_like(node: Node) -> Tensor:
     """Returns zeros shaped like a node's first output."""
     kept: Any = node
@@ -59,18 +46,6 @@ def is_transposed(node: Node) -> bool:
     """True for a transposed convolution, whose weight has the input features as its first dimension."""
     kept: Any = node
     return bool(kept._saved_transposed)
-
-
-def normalized_shape(node: Node) -> tuple[int, ...]:
-    """Returns the sizes of the trailing dimensions over which torch's layer norm or RMS norm was computed."""
-    kept: Any = node
-    return tuple(kept._saved_normalized_shape)
-
-
-def saved_gain(node: Node) -> Tensor | None:
-    """Returns the gain of torch's layer norm or RMS norm."""
-    kept: Any = node
-    return kept._saved_weight
 
 
 def mark_as_norm(x: Tensor) -> None:
