@@ -72,28 +72,12 @@ EARLIER = {
         lambda: undone(qkeel.apply("lalr", M, O, example=X)),
         "(model, remedy, optimizer, batch=batch);",
     ),
-    "a list of remedies first": (
-        lambda: undone(qkeel.apply(["softcap"], M)),
-        "write apply(model, remedy, optimizer);",
-    ),
-    "the model by name": (
-        lambda: undone(qkeel.apply("softcap", model=M)),
-        "write apply(model, remedy, optimizer);",
-    ),
     "all by name": (
         lambda: undone(qkeel.apply(named="softcap", model=M)),
         "write apply(model, remedy, optimizer);",
     ),
     "arguments apart": (
         lambda: qkeel.find_sites(H, Y, Y, Y),
-        "write find_sites(model, batch);",
-    ),
-    "keywords apart": (
-        lambda: qkeel.find_sites(H, query=Y, key=Y, value=Y),
-        "write find_sites(model, batch);",
-    ),
-    "both apart": (
-        lambda: qkeel.find_sites(H, Y, Y, value=Y),
         "write find_sites(model, batch);",
     ),
     "a probe": (
@@ -109,10 +93,6 @@ EARLIER = {
         "attach(monitor, optimizer, batch=batch);",
     ),
     "explain_model": (lambda: qkeel.explain_model, "write qkeel.explain,"),
-    "audit.explain_model": (
-        lambda: qkeel.audit.explain_model,
-        "write qkeel.audit.explain,",
-    ),
     "what to check": (
         lambda: qkeel.check(what=M, batch=X),
         "write check(model_or_path, batch);",

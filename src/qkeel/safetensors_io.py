@@ -188,15 +188,13 @@ def _json(file: Path) -> dict[str, Any]:
         text = file.read_bytes()
     try:
         value = json.loads(text)
+        if not isinstance(value, dict):
+            raise ValueError(f"it holds a {type(value).__name__}")
     # Brackets without end make the parser run out of stack instead.
     except (ValueError, RecursionError) as failure:
         raise DataError(
-            f"{file} is not complete JSON ({failure}); restore it"
+            f"{file} is not a complete JSON object ({failure}); restore it, or scan the weight file by itself"
         ) from failure
-    if not isinstance(value, dict):
-        raise DataError(
-            f"{file} is not a JSON object; restore it or scan the weight file by itself"
-        )
     return value
 
 

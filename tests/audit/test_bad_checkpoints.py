@@ -101,7 +101,7 @@ def test_an_index_that_lies_is_told(tmp_path):
     file = tmp_path / "model.safetensors.index.json"
     weights = json.loads(file.read_text())["weight_map"]
     for value, expected in (
-        ([], "not a JSON object"),
+        ([], "it holds a list"),
         ({}, "weight_map"),
         ({"weight_map": {"a": 1}}, "weight_map"),
         ({"weight_map": {"a": "../model.safetensors"}}, "weight_map"),

@@ -105,22 +105,6 @@ def test_maps_of_a_fused_kernel_are_the_weights_of_eager_attention(name):
         assert_close(weights[layer], reference_weights.float(), rtol=1e-4, atol=1e-6)
 
 
-def test_maps_of_multihead_attention_are_the_weights_that_it_returns():
-    module, x = nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(2, 7, 16)
-    hidden = torch.zeros(2, 7, dtype=torch.bool)
-    hidden[1, 5:] = True
-    batch = {
-        "query": x,
-        "key": x,
-        "value": x,
-        "key_padding_mask": hidden,
-        "need_weights": False,
-    }
-    expected = module(x, x, x, key_padding_mask=hidden, average_attn_weights=False)[1]
-    (weights,) = attention_maps(module, batch).values()
-    assert_close(weights, expected.detach(), rtol=1e-5, atol=1e-6)
-
-
 X24 = torch.randn(2, 4, 16)
 SPECS = {
     "baseline": preset("baseline"),

@@ -37,12 +37,15 @@ class Gated(nn.Module):
             o = nn.functional.scaled_dot_product_attention(q, k, v)
         o = o.transpose(1, 2)
         g = self.gate(x)
-        exact = g.detach().double().sigmoid().unflatten(-1, (self.heads, -1))
+        exact = self.factor * g.detach().double().sigmoid().unflatten(
+            -1, (self.heads, -1)
+        )
         self.means = exact.mean((0, 1, 3)).tolist()
         if self.shape == "head":
             o = (o * self.factor * g.sigmoid()[..., None]).flatten(2)
         elif self.shape == "feature":
             o = torch.sigmoid(g) * o.reshape(*x.shape) * self.factor
+            self.means = [mean / self.factor for mean in self.means]
         else:
             # A gate of something else.
             o = o.flatten(2) + g * g.sigmoid()

@@ -15,7 +15,6 @@ from torch.func import jvp
 import qkeel
 from qkeel.nn import Attention
 from qkeel.patching.torch_state import with_tangents
-from qkeel.sites import Tap
 
 
 def difference(module, compiled, length=12):
@@ -46,27 +45,6 @@ def fullgraph(preset, impl, backend):
     # Another length compiles anew with a symbolic one: left to the slow cases. One query may have a kernel of its own.
     lengths = {"aot_eager": (12,), "eager": (12, 1)}.get(backend, (12, 7))
     return max(difference(module, compiled, length) for length in lengths)
-
-
-def tapped(preset, impl, backend):
-    """A tap put on before compiling sees what eager sees and does not break the graph."""
-    module = attention(preset, impl)
-    compiled = torch.compile(module, backend=backend, fullgraph=True)
-    with Tap(module) as tap:
-        gap = difference(module, compiled)
-        tap.read()
-        x = torch.randn(2, 12, 32)
-        module(x)
-        eager = tap.read()[""]
-        compiled(x)
-        seen = tap.read()[""]
-    assert torch.allclose(eager.max_logit, seen.max_logit), (
-        "the tap saw other logits under compile"
-    )
-    assert torch.equal(eager.n_pairs, seen.n_pairs), (
-        "the tap counted otherwise under compile"
-    )
-    return gap
 
 
 def tangents(preset, impl, backend):
@@ -141,7 +119,6 @@ def stated(preset, impl, backend):
 
 CASES = {
     "fullgraph": fullgraph,
-    "tapped": tapped,
     "tangents": tangents,
     "watched": watched,
     "stated": stated,

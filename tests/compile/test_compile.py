@@ -49,10 +49,3 @@ def test_attention_is_one_graph_forward_and_backward_and_the_choice_of_a_kernel_
 )
 def test_compiled_attention_equals_eager(preset, impl):
     assert gap("fullgraph", preset, impl, "inductor") < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("impl", ["sdpa", "chunked"])
-def test_a_tap_breaks_the_graph_and_not_the_numbers(impl):
-    assert gap("tapped", "qwen3", impl, "aot_eager") < 1e-5

@@ -5,7 +5,6 @@ import functools
 
 import pytest
 from tests.quick import one_in
-from tools.foreign import effects
 from tools.foreign.checks import judged, overall
 from tools.foreign.generator import (
     CHOICES,
@@ -14,7 +13,6 @@ from tools.foreign.generator import (
     judge,
     subject,
 )
-from tools.foreign.work import MODEL, Work
 
 OFTEN = ("sites", "heads", "statistics", "rows")
 PLAIN = Plan(**{part: values[0] for part, values in CHOICES.items()})
@@ -70,41 +68,6 @@ def test_the_plainest_attention_is_right_in_all():
     found = judged(subject(PLAIN))
     assert found.attentions == ["right"]
     assert overall(found.found) == "right", found
-
-
-@pytest.mark.parametrize(
-    ("plan", "refused", "verdict"),
-    [
-        ({"norm": "rms"}, ["lalr", "qk_clip", "qk_norm"], "right"),
-        ({"cap": "tanh"}, ["softcap"], "right"),
-        # Rows are not known here, so no experiment shows that the weights' growth does nothing.
-        (
-            {"norm": "rms", "mix": "residual"},
-            ["lalr", "qk_clip", "qk_norm"],
-            "reported",
-        ),
-    ],
-)
-def test_a_refusal_is_right_where_the_remedy_would_have_nothing_to_do(
-    plan, refused, verdict
-):
-    found = judged(subject(dataclasses.replace(PLAIN, **plan)), refused)
-    assert found.attentions == [verdict]
-    whole = [f for f in found.found if f.site == MODEL]
-    assert [(f.question, f.verdict) for f in whole] == [
-        (name, verdict) for name in refused
-    ]
-    assert all(f.said for f in whole)
-
-
-def test_a_refusal_without_need_is_reported():
-    """Weights of the plain attention grow, and so do its logits; no cap stops them."""
-    work = Work(subject(PLAIN))
-    (site,) = work.sites
-    assert effects.growth(work, work.exact, site) == pytest.approx(2.0, abs=1e-6)
-    assert not any(
-        effect.needless(work, site) for effect in (effects.QKNorm(), effects.Softcap())
-    )
 
 
 def _with(change, model, example):

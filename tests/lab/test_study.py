@@ -8,7 +8,6 @@ import re
 import pytest
 from tests.lab.recorded import table
 
-from qkeel.cli.app import main
 from qkeel.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -91,7 +90,7 @@ def test_a_plan_is_checked_before_anything_is_written(tiny):
 
 
 def test_every_combination_of_settings_is_a_part_and_one_value_is_that_of_all_runs(
-    tiny,
+    tiny, tmp_path
 ):
     sizes = {"d_model": [16, 32], "n_layers": [1, 2], "schedule": ["wsd"], "steps": [3]}
     runs = make_plan("lr", tiny(), dataclasses.replace(ONE, **sizes)).runs
@@ -102,6 +101,8 @@ def test_every_combination_of_settings_is_a_part_and_one_value_is_that_of_all_ru
         (m, n) for m in (16, 32) for n in (1, 2)
     ]
     assert {(r.config.optim.schedule, r.config.steps) for r in runs} == {("wsd", 3)}
+    rows = execute.rows(tmp_path, [run.entry() for run in runs])
+    assert [row["part"] for row in rows] == [run.role for run in runs]
     alone = dataclasses.replace(ONE, d_model=[32], head_dim=[8])
     (run,) = make_plan("lr", tiny(), alone).runs
     assert (run.role, run.config.model.d_model, run.config.model.head_dim) == (
@@ -109,20 +110,6 @@ def test_every_combination_of_settings_is_a_part_and_one_value_is_that_of_all_ru
         32,
         8,
     )
-
-
-def test_a_command_takes_several_values(tmp_path, capsys):
-    flags = (
-        "--remedies none --lrs 0.01 0.1 --seeds 0 --d-model 16 32 --n-heads 2 --context 8 --batch 2 --data topics "
-        "--eval-sequences 2 --probe-sequences 2 --steps 2 --device cpu --jobs 1"
-    )
-    out = tmp_path / "s"
-    assert main(["study", "lr", *flags.split(), "--out", str(out)]) == 0
-    about = read_json(out / "study.json")
-    assert (about["d_model"], about["n_heads"]) == ([16, 32], [2])
-    parts = [row["part"] for row in table(out)]
-    assert parts == ["d_model 16"] * 2 + ["d_model 32"] * 2
-    assert "d_model 32: mean val_loss" in capsys.readouterr().out
 
 
 PARTS = ["mla, adamw", "mha, adamw", "mla, muon", "mha, muon"]

@@ -39,7 +39,7 @@ def hf(name, impl, **more):
         "bert": ("Bert", SMALL),
         "deepseek": ("DeepseekV3", {**SMALL, **latent, "num_key_value_heads": H}),
     }[name]
-    config = getattr(t, f"{kind}Config")(**options, **more)
+    config = getattr(t, f"{kind}Config")(**{**options, **more})
     auto = t.AutoModel if name == "bert" else t.AutoModelForCausalLM
     model = auto.from_config(config, attn_implementation=impl).eval()
     with torch.no_grad():

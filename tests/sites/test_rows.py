@@ -114,8 +114,10 @@ def traced_case(case):
 def verified(trace, site):
     """The site as the trace of its module verifies it."""
     (of_site,) = trace.traces.values()
-    (checked,) = of_site.of_part.verified([site], Verification())
-    return checked
+    module = of_site.with_graph
+    module.set_sites([site])
+    module.verify(Verification())
+    return module.sites[0]
 
 
 @pytest.mark.parametrize("case", one_in(CASES.values(), 3))
@@ -158,7 +160,6 @@ def test_planted_faults_are_told():
     why = of(QKProduct(query=(beyond,), key=term.key))
     assert "cannot run again: IndexError" in why
     assert "heads instead of 2" in planted(case, site, n_heads=2)
-    assert "did not contain" in planted(case, site, name="elsewhere")
     case = CASES["a sum of products"]
     (site,) = find_sites(case.model(), case.x())
     for term in site.terms:

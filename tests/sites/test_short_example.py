@@ -13,7 +13,6 @@ from torch import nn
 
 from qkeel import find_sites
 from qkeel.capture.example import ModuleCall
-from qkeel.errors import QkeelWarning
 from qkeel.sites.module_copy import SAMPLES, TOKENS, parts_of_arguments
 
 H, D, B, T = 2, 4, 6, 100
@@ -25,12 +24,11 @@ NUMBERS = itertools.count()
 class Heads(Attention):
     """Self-attention of tokens [b t], and what its passes were."""
 
-    def __init__(self, change=lambda m, x: x, *, norm=False):
+    def __init__(self, change=lambda m, x: x):
         torch.manual_seed(0)
         super().__init__(m=H * D, heads=H)
-        self.change, self.norm, self.number = change, norm, next(NUMBERS)
+        self.change, self.number = change, next(NUMBERS)
         self.embed, self.batch_norm = nn.Embedding(20, H * D), nn.BatchNorm1d(H * D)
-        self.gain = nn.Parameter(torch.rand(D))
 
     def note(self, *facts):
         PASSES[self.number].append(facts)
@@ -40,8 +38,6 @@ class Heads(Attention):
 
     def attended(self, x, mask=None):
         q, k, _ = self.heads(x)
-        if self.norm:
-            q, k = (F.rms_norm(y, (D,), self.gain) for y in (q, k))
         y = F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
         return from_heads(y)
 
@@ -84,10 +80,6 @@ def test_the_beginning_of_two_sequences_is_enough():
     [
         (lambda: Heads(longer_than_positions), [(2, TOKENS), (2, T)]),
         (lambda: Heads(twice), [(2, TOKENS), (2, T)]),
-        (
-            lambda: Heads(norm=True),
-            [(2, TOKENS), (1, T)],
-        ),  # what follows a norm may grow with the position
     ],
 )
 def test_what_a_shorter_sequence_does_not_show_is_taken_from_longer_ones(model, last):
@@ -134,25 +126,3 @@ def test_off_the_cpu_nothing_is_cut_where_a_number_may_be_the_place_of_a_token()
     assert parts(states, mask) == [(SAMPLES, T), (SAMPLES, 0), (0, 0)]
     assert parts(states, ids) == [(SAMPLES, 0), (0, 0)]
     assert parts(states, ids[:, 0]) == [(0, 0)]
-
-
-def test_where_whole_sequences_take_too_much_memory_short_ones_show_all_but_the_bounds_by_norms():
-    model, whole = Heads(norm=True), find_sites(Heads(norm=True), tokens())
-
-    def full(m, x):
-        if torch.is_grad_enabled() and x.shape[1] > TOKENS:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return x
-
-    model.change = full
-    with pytest.warns(
-        QkeelWarning, match="not enough memory to read them from one whole sequence"
-    ):
-        sites = find_sites(model, tokens())
-    assert all(site.verified and site.normed and not site.query_gains for site in sites)
-    assert [(s.name, s.n_heads) for s in sites] == [(s.name, s.n_heads) for s in whole]
-    model.change = lambda m, x: full(m, twice(m, x))
-    with pytest.warns(QkeelWarning, match="not enough memory"):
-        *_, unknown = find_sites(model, tokens())
-    assert not unknown.verified
-    assert "OutOfMemoryError" in unknown.why

@@ -41,11 +41,12 @@ class _Attention:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Output:
-    """The output of attention on its way, and the calls that moved it; constant factors are left out."""
+    """The output of attention on its way, times a constant, and the calls that moved it."""
 
     x: Tensor
     attention: _Attention
     moves: tuple[Callable[[Tensor], Tensor], ...] = ()
+    factor: float = 1.0
 
     def heads(self) -> Tensor:
         """The head of each number."""
@@ -150,7 +151,10 @@ class GateMode(ReadingMode):
                 self._meet(tag, gate.detach(), output.shape)
             elif isinstance(y, (int, float)):
                 if tag is not None:
-                    self._outputs[id(output)] = dataclasses.replace(tag, x=output)
+                    factor = tag.factor * y
+                    self._outputs[id(output)] = dataclasses.replace(
+                        tag, x=output, factor=factor
+                    )
                 if id(x) in self._sigmoids:
                     self._sigmoids[id(output)] = output
 
@@ -162,7 +166,7 @@ class GateMode(ReadingMode):
             # A view that the strides of this tensor do not allow.
             return
         n_heads = attention.output.shape[1]
-        attention.gate = _means(gate, heads, n_heads, shape)
+        attention.gate = _means(gate, heads, n_heads, shape) * tag.factor
         if attention.site is not None:
             self.gates.setdefault(attention.site, attention.gate)
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qkeel.sites.site import AttentionSite
+from qkeel.sites.site import AttentionSite, is_normed
 
 # Of what uniform attention on the same keys would pass back, Σ p (1 - p); a head under it is saturated.
 LEAST_GRADIENT = 1 / 50
@@ -93,13 +93,13 @@ def saturation_line(
     factor = 1 / scale if is_unusual else 10 / spread
     remark = f"its scale is {scale:.3g} times 1/√head_dim: " if is_unusual else ""
     gains = [] if site is None else list(site.query_gains)
-    if gains and all(gain.parameter and not gain.offset for gain in gains):
-        ends = sorted({".".join(str(x.parameter).split(".")[-2:]) for x in gains})
+    if gains and not any(gain.offset for gain in gains):
+        ends = sorted({".".join(x.parameter.split(".")[-2:]) for x in gains})
         line = (
             f"[p.data.mul_({factor:.3g}) for n, p in model.named_parameters() if n.endswith({tuple(ends)!r})]  # the gain "
             "of q"
         )
-    elif site is not None and not gains and not is_unusual:
+    elif site is not None and not is_normed(site) and not is_unusual:
         return (
             'qkeel.apply(model, "qk_norm", batch=batch)  # a norm with a gain',
             math.nan,

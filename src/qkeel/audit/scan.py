@@ -255,7 +255,7 @@ def _plain(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def table(scan: Scan, *, every_head: bool = False, tensors: bool = False) -> str:
+def table(scan: Scan, *, every_head: bool = False) -> str:
     """Formats a scan: the head with the largest bound in each layer, or every head; then outliers, unknown attention
     and non-finite tensors.
 
@@ -297,12 +297,6 @@ def table(scan: Scan, *, every_head: bool = False, tensors: bool = False) -> str
         if t.non_finite
     ]
     parts += [f"unknown: {u.name}: {u.reason}" for u in scan.unknown]
-    if tensors:
-        rows = [("tensor", "dtype", "shape", "|W|_F")]
-        for t in scan.tensors:
-            shape = "x".join(map(str, t.shape)) or "-"
-            rows.append((t.name, t.dtype, shape, _number(t.frobenius)))
-        parts.append(text_table(rows))
     return "\n".join(parts)
 
 
@@ -326,5 +320,5 @@ def outlier_heads(scan: Scan) -> list[str]:
     ]
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None or not math.isfinite(value) else f"{value:,.4g}"
+def _number(value: float) -> str:
+    return f"{value:,.4g}" if math.isfinite(value) else "-"

@@ -6,6 +6,7 @@ import collections
 import copy
 import functools
 import operator
+import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -82,14 +83,13 @@ class ObjectContents:
 
 def _stream(generator: Any) -> Callable[[], object]:
     """Returns a function that puts a random generator back to where it is now."""
-    if isinstance(generator, torch.Generator):
-        return functools.partial(generator.set_state, generator.get_state())
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
         return functools.partial(setattr, bits, "state", bits.state)
-    if isinstance(generator, np.random.RandomState):
-        return functools.partial(generator.set_state, generator.get_state())
-    return functools.partial(generator.setstate, generator.getstate())
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    # Those of torch and NumPy's older ones.
+    return functools.partial(generator.set_state, generator.get_state())
 
 
 def keep_parameters(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:

@@ -58,11 +58,9 @@ class ModuleCall:
     """A running call of a module. `inputs` holds its tensor arguments, which are kept only on request.
 
     `batch` is the first size of its first tensor argument, `calls` the number of attention calls it has made so far and
-    `indexes` the number of times it has chosen keys. `captured` counts the attention calls that were reported inside
-    it, those of its submodules included. `given`
-    is what it was called with, if inputs are kept. `caller` says from where the module was called, if callers are told
-    apart, and `children` counts the calls that it has made, by the name of the module. `pads` says whether it has filled
-    up a dimension of a tensor with zeros.
+    `indexes` the number of times it has chosen keys. `given` is what it was called with, if inputs are kept. `caller`
+    says from where the module was called, if callers are told apart, and `children` counts the calls that it has made, by
+    the name of the module. `pads` says whether it has filled up a dimension of a tensor with zeros.
     """
 
     name: str
@@ -71,7 +69,6 @@ class ModuleCall:
     batch: int = 0
     inputs: tuple[Tensor, ...] = ()
     calls: int = 0
-    captured: int = 0
     given: GivenArguments | None = None
     caller: Caller | None = None
     children: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -126,13 +123,6 @@ class GivenArguments:
             self.args, self.kwargs = mapped((tuple(args), dict(kwargs)), lambda x: x)
             self._contents = ObjectContents((args, dict(kwargs)))
         self._autocast = _autocast_now(inputs[0].device.type if inputs else "cpu")
-        self._copied = False
-
-    def copy_tensors(self) -> None:
-        """Copies the tensors among the arguments, which a module further outside may overwrite."""
-        if not self._copied:
-            self._copied = True
-            self.args, self.kwargs = self.changed(lambda x: x.detach().clone())
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> tuple[Args, Kwargs]:
         """The arguments with other tensors; a tensor that is passed twice is changed once."""

@@ -97,20 +97,18 @@ class Watch(enum.IntEnum):
 
     #: those by the name of torch's function, which need no mode
     NAME = 0
-    #: those of torch's fused functions
+    #: those of torch's fused functions, and of functions whose code is exchanged
     FUSED = 1
-    #: those of functions whose code is exchanged
-    EXCHANGED = 2
     #: those of every torch function, as for attention that is written by hand
-    ALL = 3
+    ALL = 2
 
 
-_FUSED = frozenset({SDPA, F.multi_head_attention_forward, functional_attention})
 # The torch functions to observe, or None for all.
 _FUNCTIONS = {
     Watch.NAME: frozenset({SDPA}),
-    Watch.FUSED: _FUSED,
-    Watch.EXCHANGED: _FUSED,
+    Watch.FUSED: frozenset(
+        {SDPA, F.multi_head_attention_forward, functional_attention}
+    ),
     Watch.ALL: None,
 }
 # The modules in which to look for attention, by name.
@@ -129,8 +127,6 @@ class CapturedCall:
         call: the call as it was read.
         layout: the dimensions of its scores in the module, if they are not [b h t s] by contract.
         added: in a probe, the products whose sum is the additive mask of a fused function.
-        positions: in a probe, for each module call around it, innermost first, the number of attention calls that were
-            reported before it.
         rows: the row statistics from its kernel, if requested.
         by_name: whether it arrived by the name F.scaled_dot_product_attention.
     """
@@ -143,7 +139,6 @@ class CapturedCall:
     added: ScoresCall | None = None
     rows: KernelRows | None = None
     by_name: bool = False
-    positions: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -320,7 +315,7 @@ class CaptureMode(CallObserver):
         most = max([Watch.NAME, *sought])
         if not self._knows_name or most > Watch.NAME:
             self.stack.ended = self._module_ended
-        around.enter_context(observed_by(self, exchanges=most >= Watch.EXCHANGED))
+        around.enter_context(observed_by(self, exchanges=most > Watch.NAME))
         model = self.stack.root.module
         if modules is None:
             modules = modules_of(model).values()
@@ -606,10 +601,6 @@ class CaptureMode(CallObserver):
         if how != "softmax":
             self.handwritten.before(frame, call)
         ordinal, frame.calls = frame.calls, frame.calls + 1
-        positions = []
-        for around in frame.line() if self.probing else ():
-            positions.append(around.captured)
-            around.captured += 1
         captured = CapturedCall(
             frame=frame,
             ordinal=ordinal,
@@ -619,7 +610,6 @@ class CaptureMode(CallObserver):
             added=added,
             rows=rows,
             by_name=self.by_name,
-            positions=tuple(positions),
         )
         self._report(captured)
         return captured.name

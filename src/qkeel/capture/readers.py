@@ -507,17 +507,14 @@ FUSED: Mapping[str, Callable[[Args, Kwargs], Kwargs]] = {
     "scaled_dot_product_attention": sdpa_arguments,
     "multi_head_attention_forward": mha_arguments,
 }
-# The reader of each function whose code is exchanged.
-FLASH_AND_FLEX: Mapping[str, Reader] = {
+# The reader of each function of torch, and of each whose code is exchanged.
+READERS: Mapping[str, Reader] = {
+    "scaled_dot_product_attention": sdpa,
+    "multi_head_attention_forward": mha,
     "attention": own,
     "run": qkeel_call,
     "run_with_weights": qkeel_call,
     "flex_attention": flex,
     "varlen_attn": flash,
     **dict.fromkeys(FLASH, flash),
-}
-READERS: Mapping[str, Reader] = {
-    "scaled_dot_product_attention": sdpa,
-    "multi_head_attention_forward": mha,
-    **FLASH_AND_FLEX,
 }

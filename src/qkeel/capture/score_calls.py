@@ -136,8 +136,10 @@ def _sink(
     """The logsumexp of the columns of scores x that are no keys; None if all are keys."""
     if (start, end) == (0, x.shape[keys]):
         return None
-    others = x.narrow(keys, 0, start), x.narrow(keys, end, x.shape[keys] - end)
-    columns = torch.cat(others, keys).to(wide(x.dtype))
+    before, after = (
+        x.narrow(keys, *span) for span in ((0, start), (end, x.shape[keys] - end))
+    )
+    columns = torch.cat((before, after), keys).to(wide(x.dtype))
     return arrangement.apply(columns.logsumexp(keys, keepdim=True))[..., 0]
 
 

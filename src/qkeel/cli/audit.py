@@ -113,7 +113,6 @@ def scan(
     heads: Annotated[list[str], SEVERAL] = [],  # noqa: B006 - read only
     layout: Unset[Literal["blocks", "groups"]] = None,
     every_head: Switch = False,
-    tensors: Switch = False,
     json_: JsonSwitch = False,
 ) -> int:
     """Read a checkpoint without running it, and print the norms of each head's weights and the logits they allow.
@@ -129,7 +128,6 @@ def scan(
         layout: Layout of a fused qkv weight: blocks for [q | k | v], groups for the queries, key and value of one key
             head after another.
         every_head: Print one line per head, not only one for the largest head of each layer.
-        tensors: Also print a table of all tensors.
         json_: Print everything as JSON.
     """
     flags = Geometry(
@@ -145,7 +143,7 @@ def scan(
     if json_:
         print(json.dumps(as_json(scanned)))
     else:
-        print(printable(table(scanned, every_head=every_head, tensors=tensors)))
+        print(printable(table(scanned, every_head=every_head)))
     return FAILED if any(t.non_finite for t in scanned.tensors) else OK
 
 

@@ -101,15 +101,9 @@ _ENTRIES: dict[str, tuple[str, str]] = {
 _kinds = functools.cache(typing.get_type_hints)
 
 
-def view(
-    without: Collection[tuple[str, str]] = (),
-    extra: Iterable[Flag] = (),
-    several: Collection[str] = (),
-) -> type:
+def view(without: Collection[tuple[str, str]] = (), extra: Iterable[Flag] = ()) -> type:
     """Returns a dataclass of flags: those in `extra` and one for each field of RunConfig and its parts that is not
     itself a dataclass. Flags that are not given are None.
-
-    The flags of the fields in `several` take a list of values.
     """
     docs = {section: _documents(cls) for section, (cls, _) in _SECTIONS.items()}
     flags = list(extra)
@@ -120,15 +114,6 @@ def view(
         kind = _kinds(cls)[field]
         default = next(f.default for f in dataclasses.fields(cls) if f.name == field)
         help_text = docs[section][field]
-        shown: dict[str, Any] = {}
-        # a list of the field's type, without None.
-        if flag in several:
-            kind = (
-                typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
-            )
-            kind = list[kind]
-            help_text += " Several values are compared side by side."
-            shown = {"consume_multiple": True, "negative_iterable": ()}
         if default not in (None, ""):
             help_text += f" [default: {'false' if default is False else default}]"
         dashed = flag.replace("_", "-")
@@ -139,7 +124,6 @@ def view(
             show_default=False,
             negative=f"--no-{dashed}" if isinstance(default, bool) else None,
             show=flag in _COMMON or HELP_ALL in sys.argv,
-            **shown,
         )
         flags.append((flag, kind, parameter))
     fields = [
@@ -176,8 +160,6 @@ def configure(
     # After the recipe, which flags override.
     for flag, (section, field) in _ENTRIES.items():
         value = vars(flags).get(flag)
-        # The first of several; the grid sets all of them later.
-        value = value[0] if isinstance(value, list) else value
         if value is not None:
             (values.setdefault(section, {}) if section else values)[field] = value
     return RunConfig.from_dict(values)
@@ -303,7 +285,7 @@ def study_command(name: str) -> Callable[..., int]:
     study = STUDIES[name]
     without = {("", "remedy"), ("", "seed"), *study.decides}
     options = (*study.options, QUICK) if name == "demo" else study.options
-    flags: Any = view(without=without, extra=map(_flag, options), several=study.axes)
+    flags: Any = view(without=without, extra=map(_flag, options))
 
     def command(
         *,
@@ -318,7 +300,7 @@ def study_command(name: str) -> Callable[..., int]:
             with _without_compiler():
                 quick_demo(lambda line: print_line(console, line))
             return OK
-        names = [*(option.name for option in study.options), *study.axes]
+        names = [option.name for option in study.options]
         config = configure(flags, recipe, study.base or starting(flags))
         options = {name: vars(flags)[name] for name in names}
         options = {name: x for name, x in options.items() if x is not None}

@@ -55,31 +55,6 @@ def rms_logit_bound(head_dim: int, gain: float = 1.0) -> float:
     return math.sqrt(head_dim) * gain
 
 
-def dilution_bound(logit: Tensor, n: int) -> Tensor:
-    """Returns the weight e^c / (e^c + (n-1) √e) of the best of n keys if its logit is c and the others are N(0, 1).
-
-    If c is the largest logit a head can reach, this bounds the weight that it can put on one of n keys. c is √d for
-    gain-free RMS-normed q and k, and λ for cosine attention.
-
-    Args:
-        logit: c, of any shape.
-        n: number of keys, at least 1.
-
-    Returns:
-        The weights, in (0, 1], with the shape of `logit`.
-
-    Source: derived; it explains why Yang et al. 2025, arXiv 2501.18795, find logits under QK-norm too close together.
-
-    >>> [round(float(dilution_bound(torch.tensor(8.0), n)), 2) for n in (512, 4096)]
-    [0.78, 0.31]
-    """
-    return (
-        torch.sigmoid(logit - 0.5 - math.log(n - 1))
-        if n > 1
-        else torch.ones_like(logit)
-    )
-
-
 def logit_frobenius(
     q: Float[Tensor, "*b t d"], k: Float[Tensor, "*b s d"]
 ) -> Float[Tensor, "*b"]:
@@ -227,30 +202,12 @@ class Spectrum(NamedTuple):
     singular_entropy: Float[Tensor, "*h"]
 
 
-def product_spectrum(a: Left, b: Right) -> Spectrum:
-    """Returns the spectrum of aᵀ b [m n] from its factors of small rank r.
-
-    With the thin QR factorisations aᵀ = Q_a R_a and bᵀ = Q_b R_b, aᵀ b = Q_a (R_a R_bᵀ) Q_bᵀ has the same singular
-    values as the small matrix R_a R_bᵀ. It is computed in float64, without the squaring that Gram matrices would need.
-    Source: derived.
-
-    >>> a, b = torch.diag(torch.tensor([3.0, 4.0])), torch.eye(2)
-    >>> [round(float(x), 4) for x in product_spectrum(a, b)]
-    [4.0, 1.5625, 0.6534]
-    """
-    return Spectrum(
-        *(
-            x.to(torch.promote_types(a.dtype, torch.float32))
-            for x in spectrum(small_product(a, b))
-        )
-    )
-
-
 def small_product(a: Left, b: Right) -> Float[Tensor, "*h i j"]:
     """Returns a matrix of at most r by r with the same singular values as aᵀ b, in float64; NaN if a or b is not
     finite.
 
-    It is R_a R_bᵀ from thin QR factorisations; see `product_spectrum`. The host does not wait for the device.
+    With the thin QR factorisations aᵀ = Q_a R_a and bᵀ = Q_b R_b, aᵀ b = Q_a (R_a R_bᵀ) Q_bᵀ, so it is R_a R_bᵀ: in float64,
+    without the squaring that Gram matrices would need. The host does not wait for the device.
 
     Args:
         a: the left factor.

@@ -285,15 +285,6 @@ class Study:
     out: str = ""
     primary: Primary | None = None
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The settings for which its command takes several values, which are those that it does not decide itself."""
-        return tuple(
-            axis
-            for axis, section in SETTINGS.items()
-            if self.options and (section, axis) not in self.decides
-        )
-
     def plan(
         self,
         base: RunConfig | None,

@@ -246,10 +246,6 @@ def request(base: RunConfig, default: Grid, given: StudyOptions) -> Request:
         lrs=(base.optim.lr,),
         seeds=given.get("seeds") or default.seeds,
         blocks=given.get("blocks") or default.blocks,
-        **{
-            axis: given.get(axis) or values
-            for axis, values in default.settings().items()
-        },
     )
     contexts = LongContexts(
         posthoc=given.get("posthoc", CONTEXTS.posthoc),

@@ -133,7 +133,7 @@ def watch(
         UnknownNameError: the statistics do not exist, or no sink has this name.
         AlreadyAppliedError: the model is already watched.
     """
-    models = named_models(model, "watch")
+    models = named_models(model)
     found_before = sites_of_each(sites, models)
     optimizers = _training(optimizer, [*models.values()])
     if wanted(stats)[0] is not True and classes is not None:

@@ -6,8 +6,7 @@ import contextvars
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
-from types import ModuleType
+from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
@@ -36,19 +35,6 @@ def inputs_of(node: Node) -> list[Node]:
     return [above for above, _ in node.next_functions if above is not None]
 
 
-def saved_operand(node: Node, place: int) -> Tensor | None:
-    """Returns the first (0) or second (1) operand of a product or quotient, or None if the graph does not keep it."""
-    return _saved(node, "_saved_other" if place else "_saved_self")
-
-
-def _saved(node: Node, name: str) -> Tensor | None:
-    try:
-        value = getattr(node, name)
-    except (AttributeError, RuntimeError):  # not saved, or freed
-        return None
-    return value if isinstance(value, Tensor) else None
-
-
 def output_like(node: Node) -> Tensor:
     """Returns zeros shaped like a node's first output."""
     kept: Any = node
@@ -60,18 +46,6 @@ def is_transposed(node: Node) -> bool:
     """True for a transposed convolution, whose weight has the input features as its first dimension."""
     kept: Any = node
     return bool(kept._saved_transposed)
-
-
-def normalized_shape(node: Node) -> tuple[int, ...]:
-    """Returns the sizes of the trailing dimensions over which torch's layer norm or RMS norm was computed."""
-    kept: Any = node
-    return tuple(kept._saved_normalized_shape)
-
-
-def saved_gain(node: Node) -> Tensor | None:
-    """Returns the gain of torch's layer norm or RMS norm."""
-    kept: Any = node
-    return kept._saved_weight
 
 
 def mark_as_norm(x: Tensor) -> None:
@@ -118,18 +92,29 @@ _NAMES = tuple("_checkpoint_without_reentrant_generator" + end for end in ("", "
 
 # Per thread: whether checkpointed functions are called directly.
 _DIRECT = contextvars.ContextVar("qkeel_direct", default=False)
+# Searches in several threads come one after the other, so that each puts back what it has found.
+_LOCK = threading.RLock()
 
 
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
     """A context in which checkpointed functions are called directly. Otherwise a reentrant checkpoint would record no
-    graph, and a non-reentrant one would run twice."""
-    token = _DIRECT.set(True)
-    try:
-        with _PATCH.in_place():
-            yield
-    finally:
-        _DIRECT.reset(token)
+    graph, and a non-reentrant one would run twice. Other threads run torch's own code."""
+    with _LOCK, ExitStack() as undo:
+        token = _DIRECT.set(True)
+        undo.callback(_DIRECT.reset, token)
+        function = torch.utils.checkpoint.CheckpointFunction
+        if "apply" not in vars(function):
+            function.apply = classmethod(_apply)  # type: ignore[method-assign,assignment]
+            # Uncovers the inherited method.
+            undo.callback(delattr, function, "apply")
+        for home in filter(None, map(sys.modules.get, _HOMES)):
+            for name in _NAMES:
+                original = vars(home).get(name)
+                if original is not None:
+                    undo.callback(setattr, home, name, original)
+                    setattr(home, name, _Generator(original))
+        yield
 
 
 def _apply(kind: type[torch.autograd.Function], *args: Any) -> Any:
@@ -159,48 +144,3 @@ class _Generator:
 def _call_directly() -> Generator[None]:
     # torch advances the generator, runs the function, and advances it again; nothing happens on either side.
     yield
-
-
-@final
-class _Patch:
-    """Installs the replacements in torch.utils.checkpoint when the first thread enters `without_checkpoints`.
-
-    They are removed when the last thread leaves it, in whatever order. Other threads run torch's own code."""
-
-    def __init__(self) -> None:
-        self._lock, self._users = threading.Lock(), 0
-        self._put: list[tuple[ModuleType, str, _Generator]] = []
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._begin()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    self._end()
-
-    def _begin(self) -> None:
-        torch.utils.checkpoint.CheckpointFunction.apply = classmethod(_apply)  # type: ignore[method-assign,assignment]
-        for home in [m for name in _HOMES if (m := sys.modules.get(name)) is not None]:
-            for name in _NAMES:
-                now = vars(home).get(name)
-                if now is not None and not isinstance(now, _Generator):
-                    self._put.append((home, name, _Generator(now)))
-                    setattr(home, name, self._put[-1][2])
-
-    def _end(self) -> None:
-        # Uncovers the inherited method.
-        del torch.utils.checkpoint.CheckpointFunction.apply
-        for home, name, mine in self._put:
-            if vars(home).get(name) is mine:
-                setattr(home, name, mine.original)
-        self._put.clear()
-
-
-_PATCH = _Patch()

@@ -48,19 +48,13 @@ class FaultGuard:
         self.error: Exception | None = None
         # Threads in which a guarded function runs.
         self._inside: set[int] = set()
-        self._spent: dict[
-            int, float
-        ] = {}  # by thread, so that no two threads write to the same entry
+        # The host time spent in guarded functions in all threads. Nested calls are counted once.
+        self.seconds = 0.0
 
     @property
     def is_forked(self) -> bool:
         """Whether this process was forked from the one of a guard that calls nothing in such processes."""
         return self._pid is not None and os.getpid() != self._pid
-
-    @property
-    def seconds(self) -> float:
-        """The host time spent in guarded functions in all threads. Nested calls are counted once."""
-        return sum([*self._spent.values()])
 
     def __call__(self, act: Callable[..., T], *args: object) -> T | None:
         if self.is_forked:
@@ -81,9 +75,7 @@ class FaultGuard:
         finally:
             if begun is not None:
                 self._inside.discard(thread)
-                self._spent[thread] = (
-                    self._spent.get(thread, 0.0) + time.perf_counter() - begun
-                )
+                self.seconds += time.perf_counter() - begun
 
     def _report(self, error: Exception) -> None:
         try:

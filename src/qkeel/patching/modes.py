@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -74,8 +74,8 @@ def outside_checkpoints() -> AbstractContextManager[None]:
     """A context for computations that gradient checkpointing would not repeat, since they do not belong to the pass.
 
     A non-reentrant checkpoint counts the tensors that are saved for backward, and a selective one numbers the operators
-    that run; both compare this with the recomputation. Other hooks and modes stay, such as those that save tensors on
-    the CPU.
+    that run; both compare this with the recomputation. Other hooks stay, such as those that save tensors on the CPU, and
+    other modes unless a selective checkpoint is among them.
     """
     # Nearly always, and every pass asks.
     if _top_hooks(True) is None and not _len_torch_dispatch_stack():
@@ -85,28 +85,20 @@ def outside_checkpoints() -> AbstractContextManager[None]:
 
 @contextmanager
 def _without_checkpoints() -> Iterator[None]:
-    hooks, modes = [], _get_current_dispatch_mode_stack()
-    selective = [type(mode).__module__ == _CHECKPOINTS for mode in modes]
+    hooks = []
+    modes = _get_current_dispatch_mode_stack()
+    if _CHECKPOINTS not in [type(mode).__module__ for mode in modes]:
+        modes = []
     while (top := _top_hooks(True)) is not None and top[0].__module__ == _CHECKPOINTS:
         hooks.append(top)
         _pop_hooks()
+    for _ in modes:
+        _pop_dispatch_mode()
     try:
-        if True in selective:
-            inner = modes[selective.index(True) :]
-            with ExitStack() as undo:
-                for mode in reversed(inner):
-                    _pop_dispatch_mode()
-                    undo.callback(_push_dispatch_mode, mode)
-                # What is left of the inner modes is entered here and left before the whole stack is restored.
-                for mode in [
-                    mode for mode in inner if type(mode).__module__ != _CHECKPOINTS
-                ]:
-                    _push_dispatch_mode(mode)
-                    undo.callback(_pop_dispatch_mode)
-                yield
-        else:
-            yield
+        yield
     finally:
+        for mode in modes:
+            _push_dispatch_mode(mode)
         for pack, unpack in reversed(hooks):
             _push_hooks(pack, unpack)
 

@@ -9,7 +9,6 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, final
 
 import torch
@@ -44,25 +43,21 @@ def listed(optimizer: object) -> list[Optimizer]:
     if not several:
         raise InvalidTypeError("expected at least one optimizer, got an empty list")
     for i, entry in enumerate(several):
-        if isinstance(entry, type) and issubclass(entry, Optimizer):
-            name = entry.__name__
-            raise InvalidTypeError(
-                f"expected an optimizer, got the class {name}; make one: {name}(model.parameters())"
-            )
         inner: Any = entry
         # Fabric's wrapper is of the optimizer's class, and has the optimizer as a property; DeepSpeed's is no Optimizer.
         # Both hold groups of parameters, which a scheduler, that has an optimizer too, does not.
         while inner is not None and not _is_stepped(inner):
             has_groups = getattr(inner, "param_groups", None) is not None
             inner = getattr(inner, "optimizer", None) if has_groups else None
-        if inner is None and not isinstance(entry, Optimizer):
-            raise InvalidTypeError(
-                f"expected a torch.optim.Optimizer or a list of them, got {type(entry).__name__}"
-            )
         if inner is None:
+            # A class that was not called, a scheduler, or a wrapper that does not call Optimizer.__init__.
+            what = (
+                f"the class {entry.__name__}"
+                if isinstance(entry, type)
+                else type(entry).__name__
+            )
             raise InvalidTypeError(
-                f"expected an optimizer whose steps run torch's hooks, got {type(entry).__name__}, which does not call "
-                "Optimizer.__init__; pass the optimizers inside it, as a list"
+                f"expected a torch.optim.Optimizer or a list of them, got {what}; of a wrapper pass the optimizers inside"
             )
         several[i] = _stepped_within(inner)
     return several
@@ -114,24 +109,18 @@ class StepHooks(Handle):
     def __init__(
         self, before: Act | None, after: Act, optimizer: Optimizer | None = None
     ) -> None:
-        # Optimizer steps may be compiled; these hooks must not be compiled with them.
-        idle = self._idle_once_removed
-        post: Any = torch.compiler.disable(idle(after))
+        register_before: Any = register_optimizer_step_pre_hook
+        register_after: Any = register_optimizer_step_post_hook
+        if optimizer is not None:
+            register_before = optimizer.register_step_pre_hook
+            register_after = optimizer.register_step_post_hook
         self._hooks: list[RemovableHandle] = []
+        # Optimizer steps may be compiled; these hooks must not be compiled with them.
         if before is not None:
-            pre: Any = torch.compiler.disable(before_change(idle(before)))
-            hook = (
-                register_optimizer_step_pre_hook
-                if optimizer is None
-                else optimizer.register_step_pre_hook
-            )
-            self._hooks.append(hook(pre))
-        hook = (
-            register_optimizer_step_post_hook
-            if optimizer is None
-            else optimizer.register_step_post_hook
-        )
-        self._hooks.append(hook(post))
+            pre: Any = torch.compiler.disable(before_change(self._acting(before)))
+            self._hooks.append(register_before(pre))
+        post: Any = torch.compiler.disable(self._acting(after))
+        self._hooks.append(register_after(post))
         super().__init__(lambda: None)
 
     def remove(self) -> None:
@@ -141,11 +130,10 @@ class StepHooks(Handle):
             for hook in self._hooks:
                 hook.remove()
 
-    def _idle_once_removed(self, act: Act) -> Callable[..., None]:
-        return lambda optimizer, *_: (
-            act(optimizer)
-            if self.active and not (_FILLS[0] in sys.modules and filling_state())
-            else None
+    def _acting(self, act: Act) -> Callable[..., None]:
+        """Calls `act` in steps that train, until the hooks are removed."""
+        return in_real_steps(
+            lambda optimizer, *_: act(optimizer) if self.active else None
         )
 
 
@@ -295,17 +283,9 @@ def filling_state() -> bool:
     fills = None if home is None else vars(home).get(_FILLS[1])
     if fills is None:
         return False
-    frame: FrameType | None = sys._getframe(1)
-    # a plain loop, since every step runs it.
-    while frame is not None and frame.f_code is not fills.__code__:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code is fills.__code__ for frame in running_frames())
 
 
 def in_real_steps(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps an optimizer hook so that it skips steps that only initialise the state."""
-    return functools.wraps(hook)(
-        lambda *args: (
-            None if _FILLS[0] in sys.modules and filling_state() else hook(*args)
-        )
-    )
+    return lambda *args: None if filling_state() else hook(*args)

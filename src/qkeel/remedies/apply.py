@@ -89,8 +89,8 @@ def apply(
         model: a model, or a part of a model, that contains attention.
         remedy: "lalr", "lalr:tau=0.1+qk_clip", a Remedy, or a list of these.
         optimizer: the optimizer of the model's weights, or a list of several, such as Muon and AdamW. Remedies that
-            change its steps need it; of several, each acts on the heads whose weights it holds. Parameters that a
-            remedy creates are added to it; of several, to the first that holds gains or biases. A remedy that changes
+            change its steps need it; of several, list all that hold query or key weights. Parameters that a remedy
+            creates are added to it; of several, to the first that holds gains or biases. A remedy that changes
             steps warns once if something other than this optimizer changes its weights, step after step.
         batch: the input of one pass, which reveals the attention of modules from other libraries. It is a tensor, a
             tuple of the forward's arguments or a dict of its keyword arguments. Not needed if an

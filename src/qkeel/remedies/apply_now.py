@@ -29,7 +29,7 @@ from qkeel.remedies.base import (
     module_name,
     where,
 )
-from qkeel.remedies.head_weights import check_weights, held_first
+from qkeel.remedies.head_weights import check_weights
 from qkeel.remedies.idle_steps import (
     changes_of,
     notice_idle_steps,
@@ -151,65 +151,50 @@ def _apply_all(
                 given=known is not None,
             )
         )
-        for target in _by_optimizer(remedy, target_of_all, optimizers):
-            # Compared afterwards: a wrapper reduces no gradients of parameters that it has not seen.
-            before = dict(bare.model.named_parameters())
-            unchanged = changes_of(bare.model)
-            inner = remedy.apply(target)
-            try:
-                inner = check_added(remedy.name, target, before, inner)
-                if remedy.on_steps or known is not None or isinstance(remedy, NoRemedy):
-                    pass
-                # Remedies that follow or are active already need the sites.
-                elif remedy is not remedies[-1] or active_remedies(bare.model):
-                    sites, trace = _sites(remedy, bare, keeps=keeps)
-                elif trace is not None and not remedy.changes_spec:
-                    run_once(bare.model, *bare.batch)
-                _check_others(remedy, sites)
-            # After an interrupt too: the model must not stay half changed.
-            except BaseException:
-                inner.remove()
-                raise
-            if not remedy.on_steps:
-                replaced = notice_replaced_modules(bare.model, unchanged, remedy.name)
-                inner = with_hook(inner, replaced)
-            yield _recorded(remedy, target, inner, before)
+        target = _with_optimizer(remedy, target_of_all, optimizers)
+        # Compared afterwards: a wrapper reduces no gradients of parameters that it has not seen.
+        before = dict(bare.model.named_parameters())
+        unchanged = changes_of(bare.model)
+        inner = remedy.apply(target)
+        try:
+            inner = check_added(remedy.name, target, before, inner)
+            if remedy.on_steps or known is not None or isinstance(remedy, NoRemedy):
+                pass
+            # Remedies that follow or are active already need the sites.
+            elif remedy is not remedies[-1] or active_remedies(bare.model):
+                sites, trace = _sites(remedy, bare, keeps=keeps)
+            elif trace is not None and not remedy.changes_spec:
+                run_once(bare.model, *bare.batch)
+            _check_others(remedy, sites)
+        # After an interrupt too: the model must not stay half changed.
+        except BaseException:
+            inner.remove()
+            raise
+        if not remedy.on_steps:
+            replaced = notice_replaced_modules(bare.model, unchanged, remedy.name)
+            inner = with_hook(inner, replaced)
+        yield _recorded(remedy, target, inner, before)
 
 
-def _by_optimizer(
+def _with_optimizer(
     remedy: Remedy, target: Target, optimizers: Sequence[Optimizer]
-) -> list[Target]:
-    """Returns the target with the optimizer that the remedy needs.
+) -> Target:
+    """Returns the target with the optimizer that the remedy needs, of several.
 
-    Of several optimizers, one that holds gains or biases takes new parameters, because Muon accepts matrices only. A
-    remedy for steps gets a target for each optimizer that holds query and key weights, with the sites of which it is
-    the first, and with all optimizers, since these may hold the other weights and the biases of the same sites."""
+    One that holds gains or biases takes new parameters, because Muon accepts matrices only. A remedy for steps needs the
+    first that holds query or key weights, and all of them, since others may hold other weights and biases."""
     if len(optimizers) < 2:
-        return [target]
-    if not remedy.on_steps:
-        for optimizer in optimizers:
-            held = [p for group in optimizer.param_groups for p in group["params"]]
-            if any(p.ndim < 2 for p in held):
-                return [dataclasses.replace(target, optimizer=optimizer)]
-        return [target]
-    sites_of: dict[Optimizer, list[AttentionSite]] = {}
-    inner = [innermost(optimizer) for optimizer in optimizers]
-    for site in target.sites:
-        # The first of the optimizers that hold one of its weights, or of all if none does.
-        holders = [
-            inner.index(holder)
-            for s in (*site.query, *site.key)
-            for holder, tensor in [held_first(inner, target.parameter(s.parameter))]
-            if tensor is not None
-        ]
-        holder = optimizers[min(holders, default=0)]
-        sites_of.setdefault(holder, []).append(site)
-    return [
-        dataclasses.replace(
-            target, optimizer=optimizer, optimizers=optimizers, sites=sites
-        )
-        for optimizer, sites in sites_of.items()
-    ] or [target]
+        return target
+    weights = {id(target.parameter(s.parameter)) for s in target.logit_slices()}
+    for optimizer in optimizers:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if remedy.on_steps and any(id(p) in weights for p in held):
+            return dataclasses.replace(
+                target, optimizer=optimizer, optimizers=optimizers
+            )
+        if not remedy.on_steps and any(p.ndim < 2 for p in held):
+            return dataclasses.replace(target, optimizer=optimizer)
+    return target
 
 
 def _check(

@@ -43,9 +43,7 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
     # The sum of the weights' versions before the last pass, if no step of the optimizer followed it.
     version: int | None = None
     passes, has_warned = 0, False
-    # Of several optimizers, each has the remedy on sites of its own, and the first tells of later attention. A new layer
-    # is an instance of a class that makes attention calls in this model.
-    is_first = target.sites[:1] == target.all_sites[:1]
+    # A new layer is an instance of a class that makes attention calls in this model.
     kinds = tuple({type(site.module) for site in target.sites})
     known = weakref.WeakSet[nn.Module](model.modules())
     listed = tree.named()
@@ -57,7 +55,7 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
     def look_for_later_attention() -> None:
         nonlocal listed
         earlier, listed = listed, tree.named()
-        if not is_first or listed is earlier:
+        if listed is earlier:
             return
         added = {name: m for name, m in tree.of_kind(*kinds) if m not in known}
         known.update(added.values())

@@ -9,7 +9,6 @@ import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,11 +22,10 @@ from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
 from qkeel.kernels.statistics import plain_max_stats, stats_of_rows
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.forward import ForwardPasses
-from qkeel.patching.guards import FaultGuard, unguarded
+from qkeel.patching.guards import FaultGuard
 from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import HeadsBySite, Target, active_at, where
-from qkeel.remedies.head_rows import HeadRows, Share
+from qkeel.remedies.head_rows import HeadRows
 from qkeel.remedies.head_weights import (
     LOW_PRECISION,
     HeadWeights,
@@ -60,8 +58,8 @@ class QKClip(StepRemedy):
     """Multiplies both W_Q^h and W_K^h by √γ_h after the optimizer step, where γ_h = min(1, τ/S_h).
 
     S_h is the head's largest signed, scaled logit over the batches since the last step. The same batch would therefore
-    give exactly τ if the step had not changed the weights. Biases are scaled too. Of several optimizers, what each one
-    moves is scaled after its own step, or before the next pass if it takes none until then.
+    give exactly τ if the step had not changed the weights. Biases are scaled too. Of several optimizers, all is scaled
+    after the step of the first that holds query or key weights, whichever optimizer moves it.
 
     γ_h is divided between the weights as follows:
 
@@ -146,21 +144,50 @@ class QKClip(StepRemedy):
         )
 
     def apply(self, target: Target) -> Handle:
-        clip = _Clip(self, target)
-        handles = [Handle(clip.remove), clip.matched]
-        for optimizer in clip.rows:
-            # The hook that clips is registered last: `scale_steps` comes before it in any case.
-            hook = optimizer.register_step_post_hook(in_real_steps(clip.after_step))
-            saving = optimizer.register_state_dict_pre_hook(clip.before_saving)
-            handles += [Handle(hook.remove), Handle(saving.remove)]
-        if len(clip.rows) > 1:
-            handles.append(
-                ForwardPasses(
-                    target.model, clip.before_pass, lambda *_: None, guard=unguarded
+        clipped, trained = _clipped_by(self, target)
+        weights = HeadWeights(target, self.name, [s for s, _ in clipped])
+        weights.check_steps(self.name)
+        clip = _Clip(self, target, weights, clipped, trained)
+        matched = Handle(lambda: None)
+        if clip.products is not None:
+            matched = _matched_steps(self, weights, clip.products)
+        # The hook that clips is registered last: `scale_steps` comes before it in any case.
+        optimizer = weights.all_optimizers[0]
+        hook = optimizer.register_step_post_hook(in_real_steps(clip.after_step))
+        saving = optimizer.register_state_dict_pre_hook(clip.before_saving)
+        hooks = [Handle(hook.remove), Handle(saving.remove)]
+        handles = compose([Handle(clip.remove), matched, *hooks])
+        return Handle(handles.remove, state=matched.state, load=matched.load)
+
+
+def _clipped_by(
+    remedy: QKClip, target: Target
+) -> tuple[list[tuple[HeadSlice, Tensor]], list[list[Tensor]]]:
+    """Returns the slices of weights and biases that are clipped, with the indices [n r] of the factors of each of their
+    heads; and the weights of each site that must not be frozen."""
+    factors = factors_by_site(target, by_group=remedy.groups == "group")
+    n_heads = sum(site.n_heads for site in target.sites)
+    clipped: list[tuple[HeadSlice, Tensor]] = []
+    trained: list[list[Tensor]] = []
+    first = 0
+    for site, factors_of_site in zip(target.sites, factors):
+        weights: list[Tensor] = [
+            target.parameter(x.weight.parameter) for x in factors_of_site
+        ]
+        trained.append(weights if remedy.frozen == "refuse" else [])
+        for factor in factors_of_site:
+            s = factor.weight
+            if not all(p.requires_grad for p in trained[-1]):
+                raise RefusedError(
+                    f"qk_clip would scale {s.parameter}, which is frozen, and an adapter saved without it "
+                    "would no longer fit: use lalr, which acts on the adapters alone, or set frozen=scale and save "
+                    "the complete model. That scales the base too, so a reference that is computed with the "
+                    "adapters disabled moves"
                 )
-            )
-        matched = clip.matched
-        return Handle(compose(handles).remove, state=matched.state, load=matched.load)
+            indices = factor.heads + first + (n_heads if factor.root else 0)
+            clipped += [(part, indices) for part in (s, s.bias_of()) if part]
+        first += site.n_heads
+    return clipped, trained
 
 
 @final
@@ -169,57 +196,38 @@ class _Clip:
 
     The factors form one row: γ for the query heads of all sites, then the square roots of these, then a 1."""
 
-    def __init__(self, remedy: QKClip, target: Target) -> None:
+    def __init__(
+        self,
+        remedy: QKClip,
+        target: Target,
+        weights: HeadWeights,
+        clipped: Sequence[tuple[HeadSlice, Tensor]],
+        trained: Sequence[Sequence[Tensor]],
+    ) -> None:
         self.remedy, self.sites = remedy, target.sites
-        factors = factors_by_site(target, by_group=remedy.groups == "group")
-        n_heads = sum(site.n_heads for site in target.sites)
-        # The slices of weights and biases, with the indices [n r] of the factors of each of their heads.
-        clipped: list[tuple[HeadSlice, Tensor]] = []
-        first = 0
-        for site, factors_of_site in zip(target.sites, factors):
-            for factor in factors_of_site:
-                weight = factor.weight
-                frozen = not target.parameter(weight.parameter).requires_grad
-                if frozen and remedy.frozen == "refuse":
-                    raise RefusedError(
-                        f"qk_clip would scale {weight.parameter}, which is frozen, and an adapter saved without it "
-                        "would no longer fit: use lalr, which acts on the adapters alone, or set frozen=scale and save "
-                        "the complete model. That scales the base too, so a reference that is computed with the "
-                        "adapters disabled moves"
-                    )
-                indices = factor.heads + first + (n_heads if factor.root else 0)
-                clipped += [(s, indices) for s in (weight, weight.bias_of()) if s]
-            first += site.n_heads
-        weights = HeadWeights(target, remedy.name, [s for s, _ in clipped])
-        weights.check_steps(remedy.name)
         # The weights of each site that may be frozen later, and are then not scaled.
-        self._trained = [
-            [target.parameter(x.weight.parameter) for x in factors_of_site]
-            if remedy.frozen == "refuse"
-            else []
-            for factors_of_site in factors
-        ]
-        #: The rows that each optimizer moves, and of the first those that none does. A handle must not keep an
-        #: optimizer alive.
-        self.rows: WeakKeyDictionary[Optimizer, HeadRows] = WeakKeyDictionary()
-        #: Of each optimizer, the indices [heads r] of the factors of the heads of all weights, 1 for other optimizers'.
-        self._factors_of: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
-        self._find_rows(weights, clipped, last=2 * n_heads)
+        self._trained = trained
+        n_heads = sum(site.n_heads for site in target.sites)
+        columns = [[torch.full((n, 1), 2 * n_heads)] for n in weights.counts]
+        for s, indices in clipped:
+            columns[weights.entry(s)].append(indices)
+        tables = [torch.cat(column, 1) for column in columns]
+        most = max(table.shape[1] for table in tables)
+        #: The indices [heads r] of the factors of the heads of all weights; the last is that of the 1.
+        self._factors = torch.cat(
+            [F.pad(x, (0, most - x.shape[1]), value=2 * n_heads) for x in tables]
+        )
+        shares = zip(weights.parameters, weights.slices, weights.indices())
+        self._rows = HeadRows(
+            [share for share, column in zip(shares, columns) if len(column) > 1],
+            sum(weights.counts),
+        )
         self.shared = SharedMaxima(target)
-        #: Scales the steps of clipped weights, with `steps=matched`.
-        self.matched = Handle(lambda: None)
-        #: The factors by which each head of each weight was clipped so far.
-        self._products: Tensor | None = None
-        if remedy.steps == "matched":
-            self._products = weights.row(1.0)
-            self.matched = _matched_steps(remedy, weights, self._products)
-        #: The factors of optimizers that have not stepped since these were computed.
-        self._waiting: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
-        optimizer = weights.all_optimizers[0]
-        self._first = weakref.ref(optimizer)
-        #: Whether maxima have come since the last step of the first optimizer. The passes of the first step may have come
-        #: before the clip, as an autopilot applies one between the steps of two optimizers.
-        self._has_maxima = True
+        #: With `steps=matched`, the factors by which each head of each weight was clipped so far.
+        self.products = weights.row(1.0) if remedy.steps == "matched" else None
+        #: The passes of the first step may have come before the clip, as an autopilot applies one between the steps of
+        #: two optimizers.
+        self._is_first_step = True
         #: Which heads the option `heads` leaves out, if it is given.
         self._unnamed: Tensor | None = None
         if remedy.heads is not None:
@@ -251,6 +259,8 @@ class _Clip:
         )
         # Maxima from a step that a GradScaler skipped; -inf from other steps.
         self.kept: Tensor | None = None
+        # A handle must not keep an optimizer alive.
+        self._optimizers = weakref.WeakSet[Optimizer](weights.optimizers)
         self._copies: dict[int, tuple[str, ...]] = {}
         # The tree gives the same list while no module is put in, wrapped or moved.
         self._modules = self.tap.tree.named()
@@ -262,36 +272,9 @@ class _Clip:
         # Nothing uses what the tap reads once the optimizer is gone. A tap refers to its model, which may refer to the
         # optimizer, so a strong reference here would keep all of them for good.
         # Of several optimizers, the first is the one that holds weights.
-        self._gone = weakref.finalize(optimizer, _stop, weakref.ref(self.tap))
+        first_optimizer = weights.all_optimizers[0]
+        self._gone = weakref.finalize(first_optimizer, _stop, weakref.ref(self.tap))
         self._gone.atexit = False
-
-    def _find_rows(
-        self,
-        weights: HeadWeights,
-        clipped: Sequence[tuple[HeadSlice, Tensor]],
-        last: int,
-    ) -> None:
-        """Finds which rows each optimizer moves, with the factors of their heads; `last` is the index of the 1."""
-        columns = [[torch.full((n, 1), last)] for n in weights.counts]
-        for s, indices in clipped:
-            columns[weights.entry(s)].append(indices)
-        tables = [torch.cat(column, 1) for column in columns]
-        most = max(table.shape[1] for table in tables)
-        table = torch.cat(
-            [F.pad(x, (0, most - x.shape[1]), value=last) for x in tables]
-        )
-        shares: dict[Optimizer, list[Share]] = {}
-        for i, heads in enumerate(weights.indices()):
-            if len(columns[i]) > 1:
-                share = weights.parameters[i], weights.slices[i], heads
-                shares.setdefault(weights.holders[i], []).append(share)
-        for optimizer, held in shares.items():
-            self.rows[optimizer] = HeadRows(held, sum(weights.counts))
-            is_held = [
-                torch.full((n, 1), holder is optimizer)
-                for n, holder in zip(weights.counts, weights.holders)
-            ]
-            self._factors_of[optimizer] = torch.where(torch.cat(is_held), table, last)
 
     def remove(self) -> None:
         """Stops reading logits."""
@@ -306,22 +289,15 @@ class _Clip:
         # What was not trained is dropped.
         self.tap.take("eval")
         measured = self.tap.take("train")
-        self._has_maxima |= bool(measured)
-        is_first = optimizer is self._first()
-        if (
-            is_first
-            and not self._has_maxima
-            and not self._has_warned
-            and self.tap.active
-        ):
+        is_first_step, self._is_first_step = self._is_first_step, False
+        is_silent = not measured and not is_first_step and self.tap.active
+        if is_silent and not self._has_warned:
             self._has_warned = True
             caution(
                 "qk_clip saw no attention call that was trained between two steps of the optimizer, so nothing was "
                 "clipped. Call the model itself (not its forward) before each step, and compute the loss from what it "
                 "returns"
             )
-        if is_first:
-            self._has_maxima = False
         # After a step the caches are cold and a torch operation takes 50 µs, so the usual case uses none.
         infinite = found_inf(optimizer)
         is_usual = infinite is None and not self.shared.several and self.kept is None
@@ -330,10 +306,9 @@ class _Clip:
         if not is_usual or any(map(self._is_over, largest)):
             names = self._names_at_apply(measured)
             maxima = {name: measured[x].max_logit for x, name in names.items()}
-            self._set_factors(self.shared.over_all(maxima), infinite)
+            self._clip(self.shared.over_all(maxima), infinite)
         else:
             self._run_of_clips = None
-        self._scale(optimizer)
 
     @torch.no_grad()
     def before_saving(self, *_: object) -> None:
@@ -364,20 +339,14 @@ class _Clip:
             names[name] = f"{earlier.get(id(current[module]), '?')}{mark}{number}"
         return names
 
-    @torch.no_grad()
-    def before_pass(self, *_: object) -> None:
-        """Clips what was to be clipped after the step of an optimizer that has taken none before the next pass."""
-        for optimizer in list(self._waiting):
-            self._scale(optimizer)
-
     def _is_over(self, largest: Tensor) -> bool:
         """True if a head exceeds the threshold, or if the host would have to wait for its maximum."""
         # NaN is not over.
         under = float(self.remedy.threshold).__lt__
         return not _readable(largest) or any(map(under, largest.tolist()))
 
-    def _set_factors(self, row: Tensor, infinite: Tensor | None) -> None:
-        """Computes the factors, by which the rows of each optimizer are multiplied after its step."""
+    def _clip(self, row: Tensor, infinite: Tensor | None) -> None:
+        """Multiplies the rows of heads by the factors of their largest logits."""
         row = self._without_spared(row)
         if self.kept is not None:
             row = torch.maximum(row.to(self.kept), self.kept)
@@ -393,12 +362,13 @@ class _Clip:
         if not self._has_warned_of_constant:
             self._tell_of_constant(row, gamma)
         factors = with_one(torch.cat([gamma, gamma.sqrt()]))
-        for optimizer in self.rows:
-            earlier = self._waiting.get(optimizer)
-            # Of an optimizer that has not stepped in between, several clips wait as one.
-            self._waiting[optimizer] = (
-                factors if earlier is None else earlier.to(factors) * factors
-            )
+        self._factors = self._factors.to(factors.device)
+        # Of several factors of one head, the smallest.
+        row = factors[self._factors].amin(1)
+        # Reading factors is cheap on a CPU. Elsewhere, waiting for them would cost more than multiplying by 1.
+        self._rows.scale(with_one(row), on_host=_readable(row), copies=self._copies_of)
+        if self.products is not None:
+            self.products.mul_(row.to(self.products))
 
     def _tell_of_constant(self, row: Tensor, gamma: Tensor) -> None:
         """Says once which head stays over the threshold although every step clips it: what its weights do not make, such
@@ -437,24 +407,6 @@ class _Clip:
             "do make, so remove() the handle, and limit its steps with lalr"
         )
 
-    def _scale(self, optimizer: Optimizer) -> None:
-        """Multiplies the rows of an optimizer by the factors that wait for its step."""
-        factors = self._waiting.pop(optimizer, None)
-        if factors is None:
-            return
-        indices = self._factors_of[optimizer].to(factors.device)
-        # Of several factors of one head, the smallest.
-        row = factors[indices].amin(1)
-        # Reading factors is cheap on a CPU. Elsewhere, waiting for them would cost more than multiplying by 1.
-        self.rows[optimizer].scale(
-            with_one(row),
-            on_host=_readable(row),
-            copies=lambda weight: self._copies_of(weight, optimizer),
-        )
-        if self._products is not None:
-            self._products.mul_(row.to(self._products))
-        self._factors_of[optimizer] = indices
-
     def _without_spared(self, row: Tensor) -> Tensor:
         """Leaves out the maxima of heads that are not clipped.
 
@@ -477,13 +429,14 @@ class _Clip:
             first += site.n_heads
         return row
 
-    def _copies_of(self, weight: Tensor, optimizer: Optimizer) -> Iterator[Tensor]:
-        """Yields the float32 copies of a weight that the optimizer keeps in its state."""
-        if weight.dtype in LOW_PRECISION:
+    def _copies_of(self, weight: Tensor) -> Iterator[Tensor]:
+        """Yields the float32 copies of a weight that an optimizer keeps in its state."""
+        for optimizer in self._optimizers if weight.dtype in LOW_PRECISION else ():
             if id(weight) not in self._copies and optimizer.state.get(weight):
                 self._copies[id(weight)] = copies_in_state(optimizer, weight)
+            held = optimizer.state.get(weight, {})
             for name in self._copies.get(id(weight), ()):
-                yield optimizer.state[weight][name]
+                yield from [held[name]] if name in held else []
 
 
 def _matched_steps(

@@ -7,7 +7,7 @@ The files from a directory to a page:
     render               `qkeel report`: which page a set of directories gets
     study_runs           reads studies; compare: pairs their runs by seed, and compares; study_page: their page
     watched_runs         reads watched runs; watch_page: their page
-    html                 what pages consist of; assets: their styles, and the scripts that draw charts
+    html                 numbers as text, cells of tables; assets: templates, styles, and the scripts that draw charts
     figures              figures for a paper
 """
 

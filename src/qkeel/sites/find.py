@@ -42,17 +42,15 @@ from qkeel.sites.site import (
 )
 from qkeel.sites.site_search import Kept, ModelTrace, traced
 
-# Several models that are passed as one, such as the pipeline stages of one process. Each of them has a name.
-
-Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+# Several models that are watched as one, such as the pipeline stages of one process. Each of them has a name.
 
 
-def named_models(given: object, purpose: str) -> dict[str, nn.Module]:
-    """Returns models by name. The name is "" for a single model, the key in a dict or ModuleDict, and the index "0",
-    "1", … in a list or ModuleList.
+def named_models(given: object) -> dict[str, nn.Module]:
+    """Returns models to be watched by name. The name is "" for a single model, the key in a dict or ModuleDict, and the
+    index "0", "1", … in a list or ModuleList.
 
     Raises:
-        InvalidTypeError: something is not a module; `purpose` says in the message what it is needed for.
+        InvalidTypeError: something is not a module.
         InvalidValueError: there is no model, a name cannot begin the name of a site, or a model is given twice or is a
             part of another model.
     """
@@ -73,10 +71,10 @@ def named_models(given: object, purpose: str) -> dict[str, nn.Module]:
         if not isinstance(model, nn.Module):
             among = f" as {name!r}" if name else ""
             raise InvalidTypeError(
-                f"expected a torch.nn.Module to {purpose}{among}, got {type(model).__name__}; give the model itself"
+                f"expected a torch.nn.Module to watch{among}, got {type(model).__name__}; give the model itself"
             )
     if not models:
-        raise InvalidValueError(f"expected at least one model to {purpose}, got none")
+        raise InvalidValueError("expected at least one model to watch, got none")
     taken = dir(nn.ModuleDict)
     if any(
         name in taken or not re.fullmatch(r"[\w-]+", name) for name in models if name
@@ -92,39 +90,32 @@ def named_models(given: object, purpose: str) -> dict[str, nn.Module]:
     return models
 
 
-def of_each(given: object, names: Sequence[str], what: str) -> dict[str, object]:
-    """Returns the value for each model. Values for several models are given as a list or by the models' names; None
-    applies to all models.
-
-    Raises: InvalidTypeError if the values are given in neither form; `what` names them in the message.
-    """
-    if given is None or list(names) == [""]:
-        return dict.fromkeys(names, given)
-    if isinstance(given, Mapping) and given.keys() == set(names):
-        return dict(given)
-    if isinstance(given, (list, tuple)) and len(given) == len(names):
-        return dict(zip(names, given))
-    raise InvalidTypeError(
-        f"expected the {what} of each of the models ({', '.join(names)}), as a list or as a dict with these keys, got "
-        f"{type(given).__name__}"
-    )
-
-
 def sites_of_each(
     given: object, models: Mapping[str, nn.Module]
 ) -> dict[str, Sites | None]:
-    """Takes the sites that were found earlier for each model, or the sites of a larger model of which each model is a
-    part.
+    """Takes the sites that were found earlier for each model, as a list or by the models' names, or those of a larger model
+    of which each model is a part; None if there are none.
 
     Raises: InvalidTypeError if they are not sites for each model, RefusedError if they belong to other models.
     """
-    whole = isinstance(given, Sequence) and all(
+    names = [*models]
+    is_of_all = isinstance(given, Sequence) and all(
         isinstance(site, AttentionSite) for site in given
     )
-    each = dict.fromkeys(models, given) if whole else of_each(given, [*models], "sites")
+    if given is None or is_of_all or names == [""]:
+        by_name = dict.fromkeys(names, given)
+    elif isinstance(given, Mapping) and given.keys() == models.keys():
+        by_name = {**given}
+    elif isinstance(given, (list, tuple)) and len(given) == len(names):
+        by_name = dict(zip(names, given))
+    else:
+        raise InvalidTypeError(
+            f"expected the sites of each of the models ({', '.join(names)}), as a list or as a dict with these keys, got "
+            f"{type(given).__name__}"
+        )
     return {
         n: None if x is None else bound(x, unwrapped(models[n]))  # type: ignore[arg-type]
-        for n, x in each.items()
+        for n, x in by_name.items()
     }
 
 

@@ -7,22 +7,22 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from qkeel import distributed as dist
-from qkeel.capture.example import GivenArguments, ModuleCall, tensors
+from qkeel.capture.example import GivenArguments, ModuleCall, tensors, undisturbed
 from qkeel.capture.readers import unobserved
 from qkeel.capture.user_hooks import is_of_library
 from qkeel.patching.autograd import is_wrapper
+from qkeel.patching.forward import extra_pass
 from qkeel.patching.held_objects import CONSTANTS, reachable
 from qkeel.patching.modes import CollectiveMode, without_modes
-from qkeel.patching.module_tables import TABLES, modules_of, parameters_of
-from qkeel.sites.search_passes import saving_unseen
-from qkeel.sites.verify import refuse_collective
+from qkeel.patching.module_tables import TABLES, modules_of, parameters_in
+from qkeel.sites.search_passes import eagerly, saving_unseen
 
 # An attribute of copies. They hold weights of the model's until a garbage collection, and whoever looks through all live
 # modules must not take them for the model.
@@ -54,33 +54,20 @@ class PartOfModel(nn.Module):
         return inner(*args, **kwargs)
 
 
-def copy_of(
-    module: nn.Module,
-    shared: Iterable[nn.Parameter],
-    weights: Mapping[str, Tensor] | None = None,
-) -> nn.Module:
+def copy_of(module: nn.Module, shared: Iterable[nn.Parameter]) -> nn.Module:
     """A copy of a module that may be running. Its plain parameters share the memory of the module's, whose versions its
-    writes don't raise; others, such as quantised ones, are the module's, and so are the `shared` ones of other modules.
-
-    weights: what takes the place of the module's parameters, by their names in it."""
+    writes don't raise; others, such as quantised ones, are the module's, and so are the `shared` ones of other modules."""
     memo: dict[int, Any] = {id(p): p for p in shared}
-    tree = modules_of(module)
-    for path, inner in tree.items():
-        for key, p in parameters_of(inner).items():
-            if p is None:
-                continue
-            name = f"{path}.{key}" if path else key
-            value = p if weights is None else weights[name]
-            if type(p) is nn.Parameter and p.is_floating_point():
-                memo[id(p)] = nn.Parameter(value.detach())
-            elif vars(value) and not is_wrapper(value):
-                # A layer of bitsandbytes moves what is quantised from the attributes of its weight in its first pass.
-                twin = torch.Tensor._make_subclass(type(value), value.data, False)
-                vars(twin).update(vars(value))
-                memo[id(p)] = twin
-            elif weights is not None:
-                memo[id(p)] = value
-    for inner in tree.values():
+    tree = [*modules_of(module).values()]
+    for p in parameters_in(tree):
+        if is_plain(p):
+            memo[id(p)] = nn.Parameter(p.detach())
+        elif vars(p) and not is_wrapper(p):
+            # A layer of bitsandbytes moves what is quantised from the attributes of its weight in its first pass.
+            twin = torch.Tensor._make_subclass(type(p), p.data, False)
+            vars(twin).update(vars(p))
+            memo[id(p)] = twin
+    for inner in tree:
         attributes: list[Any] = []
         for value in vars(inner).values():
             # deepcopy is slow for tables, of which a module has many, nearly all of them empty.
@@ -105,7 +92,7 @@ def copy_of(
                 elif not x.is_leaf:
                     memo[id(x)] = x.detach().clone()
     twins: list[tuple[nn.Module, dict[str, Any]]] = []
-    for inner in tree.values():
+    for inner in tree:
         if _is_sharded(inner):
             twin, state = _unsharded(inner), _without_sharding(inner)
         elif _is_copied_by_attributes(type(inner)):
@@ -133,6 +120,11 @@ def copy_of(
     copied = copy.deepcopy(module, memo)
     vars(copied)[COPY_MARK] = True
     return copied
+
+
+def is_plain(p: nn.Parameter) -> bool:
+    """True for a weight of real numbers that no subclass of tensors stores in another way."""
+    return type(p) is nn.Parameter and p.is_floating_point()
 
 
 # What deepcopy asks a class for.
@@ -277,6 +269,104 @@ def parts_of_arguments(frame: ModuleCall) -> Iterator[PartOfArguments]:
     if samples and all(x.ndim > 1 for x in indices):
         yield PartOfArguments(samples=samples)
     yield PartOfArguments()
+
+
+class CannotRerunError(Exception):
+    """A module does not compute alone what it computed in the model's pass; the message says why."""
+
+
+class EnoughError(BaseException):
+    """Ends a run after the calls that were wanted."""
+
+
+@final
+class LoneCall:
+    """The call of a module, repeated by a copy of the module while nothing else of the model runs.
+
+    Args:
+        name: the name of the module in the model.
+        copied: its copy.
+        given: what it is called with.
+
+    Attributes:
+        part: stands for the model: in it, modules and weights have the names that they have in the model.
+        inputs: the tensors with which it was called in the latest run with a graph.
+    """
+
+    def __init__(self, name: str, copied: nn.Module, given: GivenArguments) -> None:
+        self.part = PartOfModel(name, copied) if name else copied
+        self.copied, self.given = copied, given
+        self.inputs: list[Tensor] = []
+
+    @contextmanager
+    def opened(self, *, waits: bool = False, runs_once: bool = False) -> Iterator[None]:
+        """A context in which the copy can run, and of which a running pass of the model notices nothing.
+
+        waits: whether this process may wait for others in it.
+        runs_once: whether what the run leaves in the copy may stay there."""
+        with (
+            unnoticed(waits=waits),
+            extra_pass(self.part),
+            torch.inference_mode(False),
+            undisturbed(
+                self.part, weights=not runs_once, modules=not runs_once
+            ) as self._before,
+        ):
+            self._has_run = False
+            yield
+
+    def run(
+        self,
+        watcher: AbstractContextManager[object],
+        weights: Mapping[str, Tensor] | None = None,
+        inputs: Mapping[int, Tensor] | None = None,
+        *,
+        graph: bool = False,
+    ) -> None:
+        """Runs the opened copy under a watcher, to its end or to an EnoughError.
+
+        weights: values that parameters have in this run, by name.
+        inputs: tensors that take the place of those of the call, by their number.
+        """
+        if self._has_run:
+            self._before()
+        self._has_run = True
+        called_with: list[Tensor] = []
+
+        def copied(x: Tensor) -> Tensor:
+            called_with.append((inputs or {}).get(len(called_with), x).clone())
+            return called_with[-1]
+
+        with (
+            eagerly(graph=graph, together=False),
+            self.given.as_given(),
+            self._with_weights(weights or {}),
+            suppress(EnoughError),
+            watcher,
+        ):
+            args, kwargs = self.given.changed(copied)
+            if graph:
+                self.inputs = called_with
+            self.part(*args, **kwargs)
+
+    @contextmanager
+    def _with_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """A context in which parameters hold other values, without a new version."""
+        parameters = {name: self.part.get_parameter(name) for name in weights}
+        before = {name: p.data for name, p in parameters.items()}
+        try:
+            for name, value in weights.items():
+                parameters[name].data = value
+            yield
+        finally:
+            for name, value in before.items():
+                parameters[name].data = value
+
+
+def refuse_collective(_ranks: tuple[int, ...], operator: str) -> None:
+    raise CannotRerunError(
+        f"{operator} combines values from several processes, and only one of them would repeat it"
+    )
 
 
 @contextmanager

@@ -1,218 +1,34 @@
-"""The last norms of q and k, found in the autograd graph, and their gains and biases for each head."""
+"""The gains and biases of the norms of q and k, and the entries of them that each head uses."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
-from qkeel.functional.norms import widest
-from qkeel.patching.autograd import (
-    inputs_of,
-    normalized_shape,
-    saved_gain,
-    saved_operand,
-    variable_of,
-)
-from qkeel.sites.graph import MOVES
-from qkeel.sites.site import Kind, NormGain
+from qkeel.patching.autograd import inputs_of, nodes_of, variable_of
+from qkeel.sites.rows import Side, probe_weights
+from qkeel.sites.site import NormGain
 from qkeel.spec.norm import Norm as SpecNorm
 
-_SUMS = ("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0")
-_CASTS = (
+# Through which a parameter is read: casts, views, and the addition of a constant, as in 1 + w.
+_READ = (
     *("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Expand", "ToCopy"),
     *("Clone", "AddBackward"),
 )
-_ROOTS = ("Rsqrt", "Sqrt", "Pow", "Reciprocal", "ClampMin", "ClampBackward", *_CASTS)
-_FUSED: dict[str, Kind] = {
-    "NativeLayerNormBackward0": "layer",
-    "FusedRmsNormBackward0": "rms",
-}
-_LENGTHS = ("LinalgVectorNorm", "NormBackward", "SumBackward1")
-_MEANS = ("MeanBackward1", "VarBackward", "StdBackward")
+_FUSED = ("NativeLayerNormBackward0", "FusedRmsNormBackward0")
 _LIMIT = 400
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GraphNorm:
-    """A norm in the graph, or what was passed on the way to one. `outer` is its last node, which is the node of the
-    norm, of its gain or of its bias."""
-
-    kind: Kind = "rms"
-    size: int = 0
-    outer: Node | None = None
-    gain: Tensor | None = None
-    offset: float = 0.0
-    bias: Tensor | None = None
-    factor: float = 1.0
-
-
-def norms(start: Node, names: dict[int, str]) -> list[GraphNorm] | None:
-    """The last norms through which all inputs of a node have passed, or None if some input passed through no norm or
-    this is unclear."""
-    by_node: dict[Node, GraphNorm] = {}
-    visited: set[Node] = set()
-    queue = [(start, GraphNorm())]
-    while queue:
-        node, passed = queue.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        statistic = _FUSED.get(node.name()) or _statistic(node)
-        if statistic is not None:
-            norm = _norm(node, statistic, passed, names)
-            if norm is None:
-                return None
-            by_node[node] = norm
-            continue
-        further = _onward(node, passed, names)
-        if not further or len(visited) > _LIMIT:
-            return None
-        queue += further
-    return list(by_node.values())
-
-
-def _norm(
-    node: Node,
-    statistic: Kind | tuple[Kind, int],
-    passed: GraphNorm,
-    names: dict[int, str],
-) -> GraphNorm | None:
-    """The norm that a node computes; None if what it multiplies by is unknown."""
-    outer = passed.outer or node
-    if isinstance(statistic, tuple):
-        kind, size = statistic
-        return dataclasses.replace(passed, kind=kind, size=size, outer=outer)
-    shape = normalized_shape(node)
-    operands = [n for n, _ in node.next_functions[1:]]
-    parameters = [None if n is None else _parameter(n, names) for n in operands]
-    if len(shape) != 1 or [n is None for n in operands] != [
-        p is None for p in parameters
-    ]:
-        return None
-    norm = dataclasses.replace(passed, kind=statistic, size=int(shape[0]), outer=outer)
-    gain, bias = (*parameters, None, None)[:2]
-    if gain is None and bias is None:
-        return norm
-    offset = 0.0 if gain is None else _offset(gain, saved_gain(node))
-    if passed.outer is not None or offset is None:
-        return None
-    return dataclasses.replace(norm, gain=gain, offset=offset, bias=bias)
-
-
-def _onward(
-    node: Node, passed: GraphNorm, names: dict[int, str]
-) -> list[tuple[Node, GraphNorm]] | None:
-    """The inputs of a node that is not a norm, or None if the search ends there.
-
-    Rearrangements, rotations (sums of products with constants) and a gain or bias may follow a norm. They preserve
-    lengths, or stretch them by a factor that a gradient shows.
-    """
-    name, inputs = node.name(), inputs_of(node)
-    if name.startswith(MOVES):
-        return [(above, passed) for above in inputs]
-    if not name.startswith(_SUMS):
-        return None
-    if len(inputs) == 1:
-        if passed.outer is None:
-            return [(inputs[0], passed)]
-        place = 0 if node.next_functions[0][0] is None else 1
-        constant = saved_operand(node, place) if name == "MulBackward0" else None
-        if constant is None:
-            return None
-        factor = passed.factor * float(constant.abs().max())
-        return [(inputs[0], dataclasses.replace(passed, factor=factor))]
-    parameters = [_parameter(above, names) for above in inputs]
-    places = [i for i, p in enumerate(parameters) if p is not None]
-    if not places:
-        is_sum = name in ("AddBackward0", "SubBackward0") and passed.outer is None
-        return [(above, passed) for above in inputs] if is_sum else None
-    if len(places) == 2:
-        return None
-    place = places[0]
-    parameter = parameters[place]
-    assert parameter is not None
-    if name == "AddBackward0" and passed.outer is None:
-        passed = dataclasses.replace(passed, outer=node, bias=parameter)
-    elif name == "MulBackward0" and passed.gain is None:
-        offset = _offset(parameter, saved_operand(node, place))
-        if offset is None:
-            return None
-        outer = passed.outer or node
-        passed = dataclasses.replace(passed, outer=outer, gain=parameter, offset=offset)
-    else:
-        return None
-    return [(inputs[1 - place], passed)]
-
-
-def _statistic(node: Node) -> tuple[Kind, int] | None:
-    """The kind and size of the norm if a product or quotient of two tensors is a norm over the last dimension, which is
-    checked on its values."""
-    is_quotient = node.name() == "DivBackward0"
-    if node.name() not in _SUMS[2:] or len(inputs_of(node)) < 2:
-        return None
-    x, y = saved_operand(node, 0), saved_operand(node, 1)
-    if x is None or y is None:
-        return None
-    for i in (1,) if is_quotient else (0, 1):
-        root: Node | None = node.next_functions[i][0]
-        while root is not None and root.name().startswith(_ROOTS):
-            above = inputs_of(root)
-            root = above[0] if len(above) == 1 else None
-        if root is None or not root.name().startswith((*_LENGTHS, *_MEANS)):
-            continue
-        size = int((x if i else y).shape[-1])
-        kind: Kind = "l2" if root.name().startswith(_LENGTHS) else "rms"
-        normed = (x / y if is_quotient else x * y).detach().to(widest(x.device))
-        limit = 1.0 if kind == "l2" else math.sqrt(size)
-        tolerance = 4 * float(torch.finfo(x.dtype).eps) * math.sqrt(size)
-        # A norm makes vectors of this length, or shorter ones where its eps counts.
-        if 0 < float(normed.norm(dim=-1).max()) <= limit * (1 + tolerance):
-            return kind, size
-    return None
-
-
-def _parameter(node: Node, names: dict[int, str]) -> Tensor | None:
-    """The parameter from which an operand is obtained by casts, views or the addition of a constant, or None."""
-    for _ in range(8):
-        variable = variable_of(node)
-        if variable is not None:
-            return variable if id(variable) in names else None
-        inputs = inputs_of(node)
-        if not node.name().startswith(_CASTS) or len(inputs) != 1:
-            return None
-        node = inputs[0]
-    return None
-
-
-def _offset(parameter: Tensor, operand: Tensor | None) -> float | None:
-    """The constant, 0 or 1, that was added to the parameter before it was used, or None if anything else was done to
-    it."""
-    if operand is None or operand.numel() != parameter.numel():
-        return None
-    stored, used = (
-        x.detach().flatten().to(widest(x.device)) for x in (parameter, operand)
-    )
-    tolerance = 4 * float(torch.finfo(operand.dtype).eps)
-    for offset in (0.0, 1.0):
-        if torch.allclose(stored + offset, used, rtol=tolerance, atol=tolerance):
-            return offset
-    return None
-
-
-# --- The norms of each head
+# Of the sum of squares of a head, what rounding may leave unexplained.
+_UNEXPLAINED = 1e-3
 
 
 def spec_gains(
     norm: SpecNorm, prefix: str, part: Literal["q", "k"], heads: int, head_dim: int
 ) -> tuple[NormGain, ...]:
-    """The norm of q or k in one of qkeel's modules, or an empty tuple if its spec has no norm there or one of a kind
-    without a bound.
+    """The gain of the norm of q or k in one of qkeel's modules; empty if its spec has no norm or no gain there.
 
     Args:
         norm: the norm slot of the module's spec.
@@ -232,12 +48,12 @@ def spec_gains(
     }
     name = f"{prefix}{'q' if norm.shared else part}_norm"
     index = indices.get(norm.gain)
+    if index is None:
+        return ()
     return (
         NormGain(
-            kind=norm.kind,
-            size=head_dim if norm.over == "head" else heads * head_dim,
             heads=tuple(range(heads)),
-            parameter=None if index is None else name,
+            parameter=name,
             offset=1.0 if norm.gain == "one_plus_dim" else 0.0,
             index=index,
             bias=f"{name}_bias" if norm.bias else None,
@@ -246,79 +62,123 @@ def spec_gains(
     )
 
 
-def seen_gains(
-    x: Float[Tensor, "b h t d"], names: dict[int, str]
-) -> tuple[NormGain, ...]:
-    """The last norms that x [b h t d] passed through, or an empty tuple unless every element passed through a known
-    norm.
+def seen_gains(side: Side, known: set[str]) -> tuple[NormGain, ...]:
+    """The gains by which q or k [b h t d] are multiplied after their last norm, and the biases that are added there.
 
-    The search follows the graph back, through rearrangements, additions and multiplications by constants, until it
-    reaches the norm; anything else ends the search. One gradient per head shows on which heads a norm acts, which part
-    of its gain each head uses, and how much later operations stretch the head.
+    A head x is linear in them: x = (offset + gain) · n + bias, whatever rotates it later. So the derivatives of a sum of
+    its squares tell them from parameters before the norm, whose size it removes.
+
+    Args:
+        side: the q or k of a call, in whose graph there is a norm.
+        known: the parameters of its projections.
+
+    Returns: empty unless every head has one gain, with at most one bias.
     """
-    gains = []
-    for norm in (None if x.grad_fn is None else norms(x.grad_fn, names)) or ():
-        gain = _gain(x, norm, names)
-        if gain is None:
+    x = side.x
+    uses = _parameters_after(side, known)
+    by_use: dict[tuple[str, str | None, float], dict[int, list[Tensor]]] = {}
+    for h in range(x.shape[1] if uses else 0):
+        head = x[:, h]
+        # Uneven ones, as a norm keeps the plain sum of squares whatever is before it.
+        weights = head.detach() * probe_weights(head)
+        gradients = torch.autograd.grad(
+            head,
+            [use.parameter for use in uses.values()],
+            weights,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        used = {
+            name: (use, g.detach().double())
+            for (name, use), g in zip(uses.items(), gradients)
+            if g is not None and bool(g.any())
+        }
+        gains = [name for name, (use, _) in used.items() if not use.is_added]
+        biases = [name for name, (use, _) in used.items() if use.is_added]
+        if len(gains) != 1 or len(biases) > 1:
             return ()
-        gains.append(gain)
-    heads = sorted(h for gain in gains for h in gain.heads)
-    return tuple(gains) if heads == list(range(x.shape[1])) else ()
-
-
-def _gain(x: Tensor, norm: GraphNorm, names: dict[int, str]) -> NormGain | None:
-    """The norm with its entries for each head; None if these are not the same in number."""
-    assert norm.outer is not None
-    heads: list[int] = []
-    entries: tuple[list[Tensor], list[Tensor]] = ([], [])
-    factor = 0.0
-    _, n, t, d = x.shape
-    tokens = torch.arange(x.shape[0] * t, device=x.device).view(-1, t)
-    parameters = [p for p in (norm.gain, norm.bias) if p is not None]
-    ends: Any = [GradientEdge(norm.outer, 0), *parameters]
-    for h in range(n):
-        stretch = 0.0
-        used = [torch.zeros_like(p, dtype=torch.bool) for p in parameters]
-        # Each token shows one feature at a time, until every feature of the head was shown.
-        for start in range(0, d, tokens.numel()):
-            feature = ((tokens + start) % d)[..., None]
-            one_hot = torch.zeros_like(x[:, h]).scatter_(-1, feature, 1.0)
-            grad, *rest = torch.autograd.grad(
-                x[:, h], ends, one_hot, retain_graph=True, allow_unused=True
+        squares = float((head.detach().double() * weights.double()).sum())
+        unexplained = squares - sum(
+            float((use.parameter.detach().double() * g).sum())
+            for use, g in used.values()
+        )
+        limit = max(_UNEXPLAINED, torch.finfo(x.dtype).eps) * squares
+        offset = 0.0
+        if abs(unexplained) > limit:
+            offset = 1.0
+            if abs(unexplained - float(used[gains[0]][1].sum())) > limit:
+                return ()
+        key = gains[0], biases[0] if biases else None, offset
+        by_use.setdefault(key, {})[h] = [
+            used[name][1].flatten().nonzero().flatten().cpu() for name in gains + biases
+        ]
+    found = []
+    for (gain, bias, offset), entries in by_use.items():
+        index, *of_bias = map(_stacked, zip(*entries.values()))
+        if index is None or None in of_bias:
+            return ()
+        found.append(
+            NormGain(
+                heads=tuple(entries),
+                parameter=gain,
+                offset=offset,
+                index=index,
+                bias=bias,
+                bias_index=of_bias[0] if of_bias else None,
             )
-            if grad is None:
-                break
-            lengths = grad.detach().to(widest(grad.device)).norm(dim=-1)
-            stretch = max(stretch, float(lengths.max()))
-            used = [
-                u if g is None else u | g.detach().ne(0) for u, g in zip(used, rest)
-            ]
-        if stretch > 0:
-            heads.append(h)
-            factor = max(factor, stretch)
-            for numbers, u in zip(entries, used):
-                numbers.append(u.flatten().nonzero().flatten().cpu())
-    indices = [_stacked(numbers) for numbers in entries[: len(parameters)]]
-    # If a norm is smaller than a head, parts of a head are normalised separately.
-    if not heads or norm.size < d or None in [i if i is None else 0 for i in indices]:
-        return None
-    gain_index = None if norm.gain is None else indices[0]
-    return NormGain(
-        kind=norm.kind,
-        size=norm.size,
-        heads=tuple(heads),
-        parameter=None if norm.gain is None else names[id(norm.gain)],
-        offset=norm.offset,
-        index=gain_index,
-        bias=None if norm.bias is None else names[id(norm.bias)],
-        bias_index=None if norm.bias is None else indices[-1],
-        factor=norm.factor * factor,
-    )
+        )
+    return tuple(found)
 
 
-def _stacked(numbers: list[Tensor]) -> Tensor | None:
+class _Use(NamedTuple):
+    """A parameter between projections and q or k, and whether it is added or multiplied."""
+
+    parameter: Tensor
+    is_added: bool
+
+
+def _parameters_after(side: Side, known: set[str]) -> Mapping[str, _Use]:
+    """The parameters that are multiplied or added between the projections and q or k, by name."""
+    stops = nodes_of(side.around.inputs) | {p.node for p in side.walk.nearest}
+    uses: dict[str, _Use] = {}
+    visited: set[Node] = set()
+    queue = [] if side.x.grad_fn is None else [side.x.grad_fn]
+    while queue and len(visited) < _LIMIT:
+        node = queue.pop()
+        if node in visited or node in stops:
+            continue
+        visited.add(node)
+        # What is before a norm that is one node needs no numbers to be told.
+        queue += [] if node.name() in _FUSED else inputs_of(node)
+        if len(inputs_of(node)) < 2:
+            continue
+        for place, (operand, _) in enumerate(node.next_functions):
+            parameter = None if operand is None else _parameter(operand)
+            name = side.names.get(id(parameter), "")
+            if parameter is None or not name or name in known:
+                continue
+            is_bias = node.name() in _FUSED and place == 2
+            is_added = node.name().startswith(("AddBackward", "SubBackward"))
+            uses[name] = _Use(parameter, is_bias or is_added)
+    return uses
+
+
+def _parameter(node: Node) -> Tensor | None:
+    """The parameter that an operand is read from, or None."""
+    for _ in range(8):
+        variable = variable_of(node)
+        if variable is not None:
+            return variable
+        inputs = inputs_of(node)
+        if not node.name().startswith(_READ) or len(inputs) != 1:
+            return None
+        node = inputs[0]
+    return None
+
+
+def _stacked(numbers: tuple[Tensor, ...]) -> Tensor | None:
     """The indices stacked as [n r], or as [1 r] if they are the same for all heads; None if their numbers differ."""
-    if len({len(x) for x in numbers}) != 1 or not len(numbers[0]):
+    if len({len(x) for x in numbers}) != 1:
         return None
     index = torch.stack(numbers)
     return index[:1] if bool((index == index[:1]).all()) else index

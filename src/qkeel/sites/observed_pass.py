@@ -19,7 +19,7 @@ from qkeel.capture.intercept import (
     Watch,
 )
 from qkeel.capture.known_sites import KnownSites
-from qkeel.capture.readers import FLASH_AND_FLEX, FUSED
+from qkeel.capture.readers import READERS
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.kernels.logits import compiled as logit_pass
 from qkeel.kernels.statistics import CallRows, bounded_maxima
@@ -37,8 +37,7 @@ MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
 
 # For each function by whose name a call was observed, what to watch in the calling module.
 _WATCHES = {
-    **dict.fromkeys(FUSED, Watch.FUSED),
-    **dict.fromkeys(FLASH_AND_FLEX, Watch.EXCHANGED),
+    **dict.fromkeys(READERS, Watch.FUSED),
     "softmax": Watch.ALL,
 }
 

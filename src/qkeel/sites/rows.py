@@ -120,7 +120,7 @@ class Side:
         if used is not None:
             heads = [projection.rows(features.nonzero().flatten()) for features in used]
         else:
-            weights = _probe_weights(x[:, 0])
+            weights = probe_weights(x[:, 0])
             heads = [
                 projection.reached(_gradient(x[:, h], projection, weights))
                 for h in range(x.shape[1])
@@ -178,7 +178,7 @@ class Side:
             if {len(rows), parameter.numel()} & fused:
                 # It may act on the values too, as a vector for the features of a fused projection does.
                 (grad,) = torch.autograd.grad(
-                    self.x, parameter, _probe_weights(self.x), retain_graph=True
+                    self.x, parameter, probe_weights(self.x), retain_graph=True
                 )
                 rows = rows[grad.reshape(len(rows), -1).ne(0).any(1).cpu()]
             if len(rows):
@@ -273,15 +273,15 @@ def _in_one_module(name: str, other: str, frame: ModuleCall, model: nn.Module) -
 
 def sum_terms(
     products: Sequence[QKPair], frame: ModuleCall, names: dict[int, str]
-) -> tuple[tuple[QKProduct, ...], bool, tuple[HeadSlice, ...]]:
-    """Returns the terms of a sum of products q [b h t d] · k [b g s d], whether there is a norm between the weights and
-    the logit, and what else q and k are computed from.
+) -> tuple[tuple[QKProduct, ...], list[Side], tuple[HeadSlice, ...]]:
+    """Returns the terms of a sum of products q [b h t d] · k [b g s d], the q and k of each product, and what else they are
+    computed from.
 
     Raises:
         UnknownRowsError: the rows of one product are unknown; the message says which product it is.
     """
     terms: dict[object, QKProduct] = {}
-    normed = False
+    factors: list[Side] = []
     between: dict[object, HeadSlice] = {}
     for i, (q, k) in enumerate(products):
         try:
@@ -312,13 +312,13 @@ def sum_terms(
             raise UnknownRowsError(
                 f"{which if len(products) > 1 else ''}{error}"
             ) from error
-        normed = normed or query.normed or key.normed
+        factors += [query, key]
         others = (
             *query.between([s for term in of_term for s in term.query]),
             *key.between([s for term in of_term for s in term.key]),
         )
         between |= {(s.parameter, tuple(s.index[0].tolist())): s for s in others}
-    return tuple(terms.values()), normed, tuple(between.values())
+    return tuple(terms.values()), factors, tuple(between.values())
 
 
 def _rows_of_term(term: QKProduct) -> object:
@@ -379,11 +379,11 @@ def _probe(
 ) -> Tensor | None:
     """The gradient of a fixed random combination of the elements of x, or of those that a mask selects, with respect
     to the features of a projection."""
-    weights = _probe_weights(x)
+    weights = probe_weights(x)
     return _gradient(x, projection, weights if mask is None else weights * mask)
 
 
-def _probe_weights(x: Tensor) -> Tensor:
+def probe_weights(x: Tensor) -> Tensor:
     # The same in every search, and all of one sign, so that no two elements cancel.
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(x.shape, generator=generator, dtype=torch.float64) + 0.5

@@ -106,13 +106,6 @@ def saving_unseen() -> AbstractContextManager[object]:
     return saved_tensors_hooks(lambda x: x, lambda x: x) if top else nullcontext()
 
 
-def forget_casts() -> None:
-    """Drops the casts of weights that autocast keeps, whatever the weights hold now. Inside a pass of the program, whose
-    casts must last, it keeps none instead."""
-    if torch.is_autocast_cache_enabled():
-        torch.clear_autocast_cache()
-
-
 def check_devices(model: nn.Module, *example: object) -> None:
     """Refuses an example that is not on the device of the model, before running it.
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeVar, final, get_args
+from typing import TypeVar, final
 
 import torch
 from jaxtyping import Int64, Shaped
@@ -16,14 +15,12 @@ from torch import Tensor, nn
 from qkeel.capture.calls import HeadLayout, UnrecognizedAttention
 from qkeel.capture.described import Description
 from qkeel.capture.visible_pattern import KeyOrigin, LayerType, VisibleType, layer_type
-from qkeel.errors import InvalidValueError, ShapeError, check_known
+from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.functional.bounds import repeat_groups
 from qkeel.spec import AttentionSpec
 
 Grid = tuple[int, int, int]
 _Part = TypeVar("_Part", "HeadSlice", "NormGain")
-# The kinds of norms that bound a logit.
-Kind = Literal["rms", "layer", "l2"]
 # Attribute of a site's module: the remedies that are applied to it, by name.
 APPLIED = "_qkeel_applied"
 
@@ -208,47 +205,30 @@ class QKProduct:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NormGain:
-    """A norm on q or k, which bounds the L2 norm of the heads it acts on by factor · (length · max|offset + g| + ‖b‖).
-
-    A layer norm that is written out by hand is recorded as the RMS norm of x minus its mean.
+    """The gain of a norm on q or k: what the norm makes of the heads is multiplied by offset + g, and b is added.
 
     Args:
-        kind: the kind of norm, which says what it divides by.
-        size: the number of elements that are normalised as one vector.
         heads: the heads on which it acts.
-        parameter: the name of the gain g in the model, or None if there is no gain.
+        parameter: the name of the gain g in the model.
         offset: 1 if the gain is 1 + w, otherwise 0.
         index: the indices [n r] of each head's entries in the flattened gain, with n = 1 if all heads share them.
         bias, bias_index: the same for the bias b.
-        factor: how much the operations after the norm, such as a rotation that stretches, increase the norm of a head,
-            on the example with which the site was found.
     """
 
-    kind: Kind
-    size: int
     heads: tuple[int, ...]
-    parameter: str | None = None
+    parameter: str
     offset: float = 0.0
-    index: Int64[Tensor, "n r"] | None = None
+    index: Int64[Tensor, "n r"]
     bias: str | None = None
     bias_index: Int64[Tensor, "n r"] | None = None
-    factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_known("kind of norm", self.kind, get_args(Kind))
 
     def renamed(self, inside: Callable[[str], str]) -> NormGain:
         """The same norm with other names of its gain and bias."""
         return dataclasses.replace(
             self,
-            parameter=self.parameter and inside(self.parameter),
+            parameter=inside(self.parameter),
             bias=self.bias and inside(self.bias),
         )
-
-    @property
-    def length(self) -> float:
-        """The largest L2 norm without the gain."""
-        return 1.0 if self.kind == "l2" else math.sqrt(self.size)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -286,8 +266,8 @@ class AttentionSite:
     why: str = ""
     normed: bool = False
     description: Description | None = None
-    query_gains: tuple[NormGain, ...] = ()  #: the norms on q's path to the logit
-    key_gains: tuple[NormGain, ...] = ()  #: the norms on k's path to the logit
+    query_gains: tuple[NormGain, ...] = ()  #: the gains of the norms of q
+    key_gains: tuple[NormGain, ...] = ()  #: the gains of the norms of k
     #: what else q and k are computed from, with the rows of which they are: gains, added vectors, tables of positions
     between: tuple[HeadSlice, ...] = ()
     key_heads: tuple[int, ...] | None = None

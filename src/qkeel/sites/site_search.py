@@ -45,7 +45,6 @@ from qkeel.errors import (
     NoAttentionError,
     QkeelError,
     RefusedError,
-    caution,
 )
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.modes import Args, Kwargs
@@ -54,8 +53,9 @@ from qkeel.patching.torch_state import uncompiled
 from qkeel.sites.graph import names_of
 from qkeel.sites.module_copy import (
     TOKENS,
+    CannotRerunError,
+    LoneCall,
     PartOfArguments,
-    PartOfModel,
     copy_of,
     parts_of_arguments,
     unnoticed,
@@ -70,12 +70,12 @@ from qkeel.sites.site import (
     within,
 )
 from qkeel.sites.trace import (
+    ModuleTrace,
     OperandNorms,
-    PartTrace,
     common_module,
-    traced_part,
+    read_module,
 )
-from qkeel.sites.verify import CannotRerunError, Verification
+from qkeel.sites.verify import Verification
 
 _LOG = logging.getLogger(__name__)
 
@@ -197,64 +197,51 @@ class SiteSearch:
         if len(trace.sites) != 1 or trace.sites.indexers or trace.sites.missed:
             return
         (site,) = trace.sites
-        is_shared = any(id(p) in self._shared for p in frame.module.parameters())
         is_confirmed = self._verification.confirms(site.name)
-        if not is_confirmed or is_shared or site.callers or trace.is_whole:
+        if not is_confirmed or site.callers or trace.is_whole:
+            return
+        if any(id(p) in self._shared for p in frame.module.parameters()):
             return
         name = self._names[id(frame.module)]
         try:
-            with unnoticed(waits=False):
-                known = KnownModule(frame, name, trace.part, trace.copied, trace.trace)
+            self._known_modules.append(KnownModule(frame, name, trace))
         except Exception as failure:
             _LOG.debug("%s does not run with other weights: %s", name, failure)
-        else:
-            self._known_modules.append(known)
 
     def _alike(self, frame: ModuleCall) -> ModuleTrace | None:
         """The trace of the module of a call, or of one around it, if it is like one that is known."""
-        for around in frame.line():
+        for around in frame.line() if self._known_modules else ():
+            if around.given is None or id(around.module) in self._whole:
+                continue
+            self._name_modules(around)
+            tree = modules_of(around.module).values()
+            if any(id(p) in self._shared for p in parameters_in(tree)):
+                continue
             for known in self._known_modules:
-                if type(around.module) is known.kind and around.given is not None:
-                    self._name_modules(around)
-                    trace = self._trace_alike(around, known)
-                    if trace is not None:
-                        return trace
+                trace = self._trace_alike(around, known)
+                if trace is not None:
+                    return trace
         return None
 
     def _trace_alike(self, frame: ModuleCall, known: KnownModule) -> ModuleTrace | None:
         """The trace of a module if it computes what a known one computes."""
-        module, name = frame.module, self._names[id(frame.module)]
-        tree = modules_of(module).values()
-        is_shared = any(id(p) in self._shared for p in parameters_in(tree))
-        if is_shared or id(module) in self._whole:
-            return None
-        given = None
-        with unnoticed(waits=False):
-            try:
+        name = self._names[id(frame.module)]
+        try:
+            with unnoticed(waits=False):
                 # Tensors of some layouts and dtypes can't be compared.
-                is_like = known.is_like(frame, name)
-                trace = known.trace_of(module, name) if is_like else None
-                if trace is not None and self._keeps_graph(trace):
-                    given = known.part.given(frame)
-            except Exception as failure:
-                _LOG.debug("%s does not run like another: %s", name, failure)
-                return None
-        if trace is None:
+                trace = known.trace_of(frame, name)
+                if trace is None:
+                    return None
+                trace.read = _not_kept
+                if self._keeps == "graphs":
+                    given = trace.arguments.given(frame)
+                    trace.read = functools.partial(
+                        self._read_given, frame, trace.arguments, given
+                    )
+                return trace
+        except Exception as failure:
+            _LOG.debug("%s does not run like another: %s", name, failure)
             return None
-        return ModuleTrace(
-            module=module,
-            is_whole=False,
-            part=known.part,
-            copied=known.copied,
-            trace=trace,
-            read=functools.partial(self._traced, module, given) if given else _not_kept,
-        )
-
-    def _keeps_graph(self, trace: PartTrace) -> bool:
-        """True if the graph of a layer like another one may be asked for: norms ask for that of summed products."""
-        if self._keeps == "calls":
-            return any(len(site.terms) > 1 for site in trace.sites)
-        return self._keeps == "graphs"
 
     def _lacks(self, frame: ModuleCall) -> bool:
         """True if a module makes more calls than those that some of its tokens have shown; all of them are then taken,
@@ -276,108 +263,72 @@ class SiteSearch:
         """The trace of a copy of a module that runs as it was called, with the smallest part of its arguments by which
         all its sites are verified."""
         trace = error = None
-        for part in parts_of_arguments(frame):
-            if part.tokens and not (self._cuts and id(frame.module) not in self._whole):
+        for arguments in parts_of_arguments(frame):
+            may_cut = self._cuts and id(frame.module) not in self._whole
+            if arguments.tokens and not may_cut:
                 continue
             try:
-                trace = self._run(frame, part)
+                trace = self._run(frame, arguments)
             except Exception as failure:
                 _LOG.debug("%s does not run alone: %s", frame.name, failure)
                 error = failure
                 continue
             # In attention between channels, the tokens are the features.
-            is_of_tokens = part.tokens and any(
+            is_of_tokens = arguments.tokens and any(
                 site.head_dim == TOKENS for site in trace.sites
             )
-            is_verified = all(site.verified for site in trace.sites)
-            if is_verified and not is_of_tokens:
+            if not is_of_tokens and all(site.verified for site in trace.sites):
                 break
         is_split = any(map(dist.is_split, frame.module.parameters()))
-        if isinstance(error, CannotRerunError) and trace is None and not is_split:
+        is_apart = isinstance(error, CannotRerunError) and trace is None
+        if is_apart and not is_split and self._may_wait():
             # As in context parallel, where attention gathers keys: all processes run their copies together.
-            trace = self._run_together(frame)
+            trace = self._tried(frame, PartOfArguments(), waits=True)
         if trace is None:
             self._error = error
-            return None
-        if frame.batch == 1 and not all(_is_plain(x.layout) for x in trace.sites):
+        elif frame.batch == 1 and not trace.has_plain_layouts:
             # With one sample, (h b) and (b h) look alike, and larger batches may follow.
-            try:
-                return self._run(frame, PartOfArguments(doubles=True))
-            except Exception as failure:
-                _LOG.debug("two samples of %s fail: %s", frame.name, failure)
+            return self._tried(frame, PartOfArguments(doubles=True)) or trace
         return trace
 
-    def _run_together(self, frame: ModuleCall) -> ModuleTrace | None:
-        """The trace of a copy of a module whose run waits for other processes, if all of them make it."""
-        if not self._may_wait():
-            return None
+    def _tried(
+        self, frame: ModuleCall, arguments: PartOfArguments, *, waits: bool = False
+    ) -> ModuleTrace | None:
+        """The trace of a copy of a module, or None if that fails."""
         try:
-            return self._run(frame, PartOfArguments(), waits=True)
+            return self._run(frame, arguments, waits=waits)
         except Exception as failure:
-            _LOG.debug("%s does not run with others: %s", frame.name, failure)
+            _LOG.debug("%s does not run with %s: %s", frame.name, arguments, failure)
             return None
 
     def _run(
-        self, frame: ModuleCall, part: PartOfArguments, *, waits: bool = False
+        self, frame: ModuleCall, arguments: PartOfArguments, *, waits: bool = False
     ) -> ModuleTrace:
         """The trace of a copy of a module with a part of what it was called with, which is verified."""
-        trace = self._read(frame, part, self._verification, waits=waits)
-        if part.tokens and any(site.normed for site in trace.sites):
-            trace = trace.with_gains(self._whole_sites(frame, waits=waits))
+        with unnoticed(waits=waits):
+            given = arguments.given(frame)
+        trace = self._read_given(frame, arguments, given, waits=waits)
+        trace.verify(self._verification, waits=waits)
         return trace
 
-    def _read(
+    def _read_given(
         self,
         frame: ModuleCall,
-        part: PartOfArguments,
-        verification: Verification | None,
+        arguments: PartOfArguments,
+        given: GivenArguments,
         *,
         waits: bool = False,
     ) -> ModuleTrace:
-        """The trace of a copy of a module with a part of what it was called with."""
+        """The trace of a copy of a module with what it is given."""
+        module, name = frame.module, self._names[id(frame.module)]
+        shared = {
+            within(name, path)
+            for path, p in module.named_parameters()
+            if id(p) in self._shared
+        }
         with unnoticed(waits=waits):
-            given = part.given(frame)
-            copied, trace = self._traced(frame.module, given, verification)
-        return ModuleTrace(
-            module=frame.module,
-            is_whole=frame.is_outermost,
-            part=part,
-            copied=copied,
-            trace=trace,
-        )
-
-    def _traced(
-        self,
-        module: nn.Module,
-        given: GivenArguments,
-        verification: Verification | None = None,
-    ) -> tuple[nn.Module, PartTrace]:
-        """A copy of a module, and the trace of its pass."""
-        name = self._names[id(module)]
-        copied = copy_of(module, self._held)
-        with given.as_given():
-            trace = traced_part(
-                PartOfModel(name, copied) if name else copied,
-                given.args,
-                given.kwargs,
-                verification,
-                shared={
-                    within(name, path)
-                    for path, p in module.named_parameters()
-                    if id(p) in self._shared
-                },
-            )
-        return copied, trace
-
-    def _whole_sites(self, frame: ModuleCall, *, waits: bool = False) -> Sites:
-        """The sites of a module as one whole sequence shows them: values that are computed after a norm may grow with the
-        position."""
-        try:
-            whole = PartOfArguments(samples=1)
-            return self._read(frame, whole, None, waits=waits).sites
-        except torch.OutOfMemoryError:
-            caution(_NO_BOUNDS.format(self._names[id(frame.module)]))
-            return Sites()
+            lone = LoneCall(name, copy_of(module, self._held), given)
+        return read_module(frame, arguments, lone, shared=shared, waits=waits)
 
     def _add(self, trace: ModuleTrace, frame: ModuleCall) -> None:
         """Adds the sites that a trace shows; `frame` is the call that is about to be read."""
@@ -390,7 +341,7 @@ class SiteSearch:
                 for name, caller, number in part.callers
             )
             called = self._names[id(module)]
-            name = name_of(called, trace.first_call(part).ordinal)
+            name = name_of(called, trace.calls[part.name][0].ordinal)
             site = renamed(part, lambda weight: parameters.get(weight, weight))
             weights = weights_of(site)
             held = parameters_in(modules_of(module).values())
@@ -414,7 +365,7 @@ class SiteSearch:
             )
             if self._keeps != "sites":
                 self.traces[name] = SiteTrace(of_module=trace, name=part.name)
-            if trace.part.tokens and len(trace.trace.calls[part.name]) == 1:
+            if trace.arguments.tokens and len(trace.calls[part.name]) == 1:
                 self._of_some_tokens.add(name)
         indexers = {
             modules[site.name.removesuffix(INDEX)] + INDEX: site
@@ -445,66 +396,6 @@ class SiteSearch:
         return modules, parameters
 
 
-@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class ModuleTrace:
-    """The trace of a copy of a module of the model.
-
-    Attributes:
-        module: the module.
-        is_whole: whether it is the model.
-        part: what it was called with.
-        copied: the copy, or the copy of a module that is like it.
-        trace: its trace; that of a module like it has no graph.
-        read: makes its own copy and trace then.
-    """
-
-    module: nn.Module
-    is_whole: bool
-    part: PartOfArguments
-    copied: nn.Module
-    trace: PartTrace
-    read: Callable[[], tuple[nn.Module, PartTrace]] | None = None
-
-    @property
-    def sites(self) -> Sites:
-        """The sites by their names in the part."""
-        return self.trace.sites
-
-    def first_call(self, site: AttentionSite) -> CapturedCall:
-        """The first attention call of a site in the trace."""
-        return self.trace.calls[site.name][0]
-
-    def module_of(self, site: AttentionSite) -> nn.Module:
-        """The module of the model that makes the calls of a site."""
-        return self.original(self.first_call(site).frame.module)
-
-    def original(self, module: nn.Module) -> nn.Module:
-        """The module of the model of which this module is a copy."""
-        for path, inner in self.copied.named_modules():
-            if inner is module:
-                return self.module.get_submodule(path)
-        # What stands for the model, in which nothing else runs.
-        return self.module
-
-    def with_graph(self) -> PartTrace:
-        """The trace with what was computed from which weights."""
-        if self.read is not None:
-            with unnoticed(waits=False):
-                self.copied, self.trace = self.read()
-            self.read = None
-        return self.trace
-
-    def with_gains(self, others: Sites) -> ModuleTrace:
-        """The trace with the norms of these sites."""
-        by_name = {site.name: site for site in others}
-        sites = []
-        for site in self.sites:
-            same = by_name.get(site.name)
-            query, key = (same.query_gains, same.key_gains) if same else ((), ())
-            sites.append(dataclasses.replace(site, query_gains=query, key_gains=key))
-        return dataclasses.replace(self, trace=self.trace.with_sites(sites))
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SiteTrace:
     """The trace in which a site was found, and the name of the site there."""
@@ -513,14 +404,9 @@ class SiteTrace:
     name: str
 
     @property
-    def of_part(self) -> PartTrace:
-        """What the copy of the module computed, and how."""
+    def with_graph(self) -> ModuleTrace:
+        """The trace with what was computed from which weights."""
         return self.of_module.with_graph()
-
-
-def _is_plain(layout: HeadLayout | None) -> bool:
-    """True if heads have a separate dimension."""
-    return layout is None or layout.groups == tuple("bhts")
 
 
 def weights_of(site: AttentionSite) -> set[str]:
@@ -532,13 +418,6 @@ def _not_kept() -> NoReturn:
     raise RuntimeError(
         "the search kept no graphs: a remedy that asks for them has `reads_graph = True`"
     )
-
-
-_NO_BOUNDS = (
-    "the logit bounds that the norms of {} imply are unknown and not watched: there is not enough memory to read them "
-    "from one whole sequence. For the bounds, call find_sites with a batch of one sequence that is as long as memory "
-    "allows, and pass the sites that it returns to watch(sites=...)"
-)
 
 
 # --- A pass that qkeel makes
@@ -569,24 +448,24 @@ class ModelTrace:
     def calls(self) -> dict[str, list[CapturedCall]]:
         """The first call of each site, or one call for each head if the heads are computed one by one."""
         return {
-            name: trace.of_module.trace.calls[trace.name]
+            name: trace.of_module.calls[trace.name]
             for name, trace in self.traces.items()
         }
 
     def module_call(self, site: AttentionSite) -> ModuleCall:
         """The module call that made the first attention call of a site, with its inputs."""
         trace = self.traces[site.name]
-        return trace.of_part.calls[trace.name][0].frame
+        return trace.with_graph.calls[trace.name][0].frame
 
     def operands(self, site: str) -> list[tuple[OperandNorms, OperandNorms]]:
         """The operands of every product of a site's first call that was fully observed; none for a site of another pass."""
         trace = self.traces.get(site)
-        return [] if trace is None else trace.of_part.operands(trace.name)
+        return [] if trace is None else trace.with_graph.operands(trace.name)
 
     def value_slices(self) -> dict[str, tuple[HeadSlice, ...] | str]:
         """The last weights on the path of each site's values [b g s d], or the reason why they are unknown, by site."""
         return {
-            name: trace.of_part.value_slices(trace.name)
+            name: trace.with_graph.value_slices(trace.name)
             for name, trace in self.traces.items()
         }
 

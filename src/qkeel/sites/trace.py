@@ -1,15 +1,22 @@
-"""One traced pass of a part of a model: its attention calls, and the sites that they belong to.
+"""One traced run of a module: its attention calls, and the sites that they belong to.
 
-The part runs alone and with gradients. What is computed from which weights is read from the graph of the pass, and
-reruns of the part with other weights verify it.
+A copy of the module runs alone and with gradients. What is computed from which weights is read from the graph of the
+run, and reruns of the copy with other weights verify it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from typing import final
 
 import torch
@@ -17,16 +24,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkeel.capture.calls import ScoresCall, fewest_keys, key_heads
-from qkeel.capture.example import Caller, ModuleCall, undisturbed
+from qkeel.capture.example import Caller, ModuleCall
 from qkeel.capture.hand_written import is_projected, reached
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.capture.known_sites import INDEX, layer_of
 from qkeel.capture.visible_pattern import KeyOrigin
 from qkeel.functional.norms import widest
 from qkeel.patching.autograd import nodes_of, variable_of
-from qkeel.patching.forward import extra_pass
-from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.graph import leaves_of, names_of
+from qkeel.sites.module_copy import LoneCall, PartOfArguments
 from qkeel.sites.norms import seen_gains
 from qkeel.sites.rows import (
     QKPair,
@@ -36,7 +42,6 @@ from qkeel.sites.rows import (
     sides,
     sum_terms,
 )
-from qkeel.sites.search_passes import forget_casts, forward
 from qkeel.sites.site import (
     AttentionSite,
     HeadSlice,
@@ -44,13 +49,8 @@ from qkeel.sites.site import (
     QKProduct,
     Sites,
 )
-from qkeel.sites.verify import (
-    Verification,
-    products_of_call,
-)
+from qkeel.sites.verify import CallPlace, Verification, products_of_call
 from qkeel.spec import AttentionCall
-
-_LOG = logging.getLogger(__name__)
 
 # What a norm adds under its root changes lengths by less than this fraction.
 _ONE_LENGTH = 1e-3
@@ -104,43 +104,80 @@ class OperandNorms:
 
 
 @final
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PartTrace:
-    """The attention calls of one pass of a part of a model, and what was computed on the way to them.
+@dataclasses.dataclass(kw_only=True, eq=False)
+class ModuleTrace:
+    """The attention calls of a copy of a module that has run alone, and what was computed on the way to them.
 
-    A trace holds every tensor of the pass and should be released as soon as it has been used.
+    A trace holds every tensor of the run and should be released as soon as it has been used.
 
-    Args:
-        part: the part, in which modules and weights have the names that they have in the model.
+    Attributes:
+        module: the module of the model.
+        is_whole: whether it is the model.
+        arguments: which part of its arguments the copy was called with.
+        lone: the copy, in which modules and weights have the names that they have in the model.
         sites: the attention sites, in the order of the calls.
         calls: the first call of each site, or one call for each head if the heads are computed one by one.
+        places: where these calls are among those of a run, by their names.
         values: the tensors by which the softmax weights of each site were multiplied.
+        read: of a module that is like another one, whose calls are in `calls`: reads its own.
     """
 
-    part: nn.Module
+    module: nn.Module
+    is_whole: bool
+    arguments: PartOfArguments
+    lone: LoneCall
     sites: Sites
     calls: dict[str, list[CapturedCall]]
+    places: dict[str, CallPlace]
     values: dict[str, Tensor]
+    read: Callable[[], ModuleTrace] | None = None
 
-    def verified(
-        self, sites: Sequence[AttentionSite], verification: Verification
-    ) -> list[AttentionSite]:
-        """Returns the sites, with a reason for each site whose weights a rerun of its module does not confirm."""
-        return [
-            verification.site(self.part, site, self.calls.get(site.name, []))
-            for site in sites
-        ]
+    @property
+    def has_plain_layouts(self) -> bool:
+        """True if heads have a dimension of their own in the scores of all of its sites."""
+        layouts = [site.layout for site in self.sites if site.layout is not None]
+        return all(layout.groups == tuple("bhts") for layout in layouts)
 
-    def with_sites(self, sites: Sequence[AttentionSite]) -> PartTrace:
-        """The trace with other sites."""
-        others = self.sites
-        return dataclasses.replace(
-            self, sites=Sites(sites, others.missed, others.indexers)
-        )
+    def module_of(self, site: AttentionSite) -> nn.Module:
+        """The module of the model that makes the calls of a site."""
+        return self.original(self.calls[site.name][0].frame.module)
+
+    def original(self, module: nn.Module) -> nn.Module:
+        """The module of the model of which this module is a copy."""
+        for path, inner in self.lone.copied.named_modules():
+            if inner is module:
+                return self.module.get_submodule(path)
+        # What stands for the model, in which nothing else runs.
+        return self.module
+
+    def with_graph(self) -> ModuleTrace:
+        """The trace with what was computed from which weights."""
+        if self.read is None:
+            return self
+        own = self.read()
+        self.read = lambda: own
+        return own
+
+    def verify(self, verification: Verification, *, waits: bool = False) -> None:
+        """Gives each site whose weights a rerun of the copy does not confirm the reason."""
+        with self.lone.opened(waits=waits):
+            self.set_sites(
+                verification.site(
+                    self.lone,
+                    site,
+                    self.calls[site.name],
+                    [self.places[call.name] for call in self.calls[site.name]],
+                )
+                for site in self.sites
+            )
+
+    def set_sites(self, sites: Iterable[AttentionSite]) -> None:
+        """Takes other sites in the place of those that were read."""
+        self.sites = Sites(sites, self.sites.missed, self.sites.indexers)
 
     def operands(self, name: str) -> list[tuple[OperandNorms, OperandNorms]]:
         """The operands of every product of a site's first call, if it was fully observed."""
-        names, first = names_of(self.part), self.calls[name][0]
+        names, first = names_of(self.lone.part), self.calls[name][0]
         stops = nodes_of(first.frame.inputs)
 
         def norms(x: Tensor) -> OperandNorms:
@@ -163,7 +200,7 @@ class PartTrace:
         v = self.values.get(name)
         if v is None or v.ndim != 4:
             return "no product of its weights with values [b h s d] was seen"
-        names, first = names_of(self.part), self.calls[name][0]
+        names, first = names_of(self.lone.part), self.calls[name][0]
         # A view made here belongs to the graph of the pass, regardless of the caller's mode.
         with torch.inference_mode(False), torch.enable_grad():
             try:
@@ -177,46 +214,44 @@ class PartTrace:
                 return str(error)
 
 
-def traced_part(
-    part: nn.Module,
-    args: Args,
-    kwargs: Kwargs,
-    verification: Verification | None,
+def read_module(
+    frame: ModuleCall,
+    arguments: PartOfArguments,
+    lone: LoneCall,
     *,
     shared: Collection[str] = (),
-) -> PartTrace:
-    """Returns the trace of a pass of a part of a model, which runs alone and with gradients on this process.
+    waits: bool = False,
+) -> ModuleTrace:
+    """Runs the copy of a module with gradients, and returns the trace with the sites that it shows, not verified yet.
 
     Args:
-        part: the part, in which modules and weights have the names that they have in the model.
-        args, kwargs: what it is called with.
-        verification: verifies its sites, if they are verified.
+        frame: the call of the module.
+        arguments: which part of its arguments the copy is called with.
+        lone: the copy.
         shared: the names of weights that other parts of the model have too.
+        waits: whether other processes run their copies too.
     """
-    with extra_pass(part), torch.inference_mode(False), undisturbed(part) as undo:
-        reading = _Reading(part, verifies=verification is not None)
-        reading.run(args, kwargs)
+    with lone.opened(waits=waits):
+        reading = _Reading(lone)
         watcher, sites = reading.watcher, reading.sites_in_order()
-        groups = grouped(reading.order.values())
-        calls = {calls_of_site[0].name: calls_of_site for calls_of_site in groups}
-        trace = PartTrace(
-            part=part,
+        trace = ModuleTrace(
+            module=frame.module,
+            is_whole=frame.is_outermost,
+            arguments=arguments,
+            lone=lone,
             sites=Sites(sites, watcher.missed, _indexers(watcher, sites)),
-            calls=calls,
+            calls={calls[0].name: calls for calls in grouped(reading.order.values())},
+            places=reading.places,
             values=watcher.values or {},
         )
         # It and its watcher hold each other, and would keep the tensors of the pass until a garbage collection.
         reading.order = {}
-        trace = trace.with_sites(_with_value_weights(trace, shared))
-        if verification is not None:
-            # A module that holds tensors of the pass could not be copied.
-            undo()
-            trace = trace.with_sites(trace.verified(trace.sites, verification))
+        trace.set_sites(_with_value_weights(trace, shared))
     return trace
 
 
 def _with_value_weights(
-    trace: PartTrace, shared: Collection[str]
+    trace: ModuleTrace, shared: Collection[str]
 ) -> list[AttentionSite]:
     """The sites with the weights of logits that make values too, as keys that are their own values, or as weights that
     other layers share may do."""
@@ -234,40 +269,35 @@ def _with_value_weights(
 class _Reading:
     """The sites of a pass with gradients, read from the first call of each site at the end of the pass."""
 
-    def __init__(self, part: nn.Module, *, verifies: bool) -> None:
+    def __init__(self, lone: LoneCall) -> None:
+        self._part = part = lone.part
         self._parameters = dict(part.named_parameters(remove_duplicate=False))
         self._names = {id(p): name for name, p in reversed(self._parameters.items())}
         self.watcher = CaptureMode(
             part, self._note, by_graph=functools.partial(layout_of, self._names)
         )
         self.watcher.values = {}
-        self._verifies = verifies
         self.sites: dict[str, AttentionSite] = {}
-        # The first call for each name.
+        # The first call for each name, and where it is among all calls.
         self.order: dict[str, CapturedCall] = {}
+        self.places: dict[str, CallPlace] = {}
+        self._calls = 0
         # For each call by its first name: the sets of weights with which it was made, and the names of their sites.
         self._weights: dict[str, dict[frozenset[tuple[str, str]] | None, str]] = {}
         # By the name of a site whose module is called with several sets.
         self._callers: dict[str, list[Caller]] = {}
-
-    def run(self, args: Args, kwargs: Kwargs) -> None:
-        """Runs the pass and reads its sites."""
-        # Otherwise the cast of a weight may come from an earlier pass.
-        forget_casts()
-        part = self.watcher.stack.root.module
-        forward(part, self.watcher, args, kwargs, together=False)
+        lone.run(self.watcher, graph=True)
         with torch.enable_grad():
             for calls in grouped(self.order.values()):
                 self._read_site(calls)
 
     def _note(self, captured: CapturedCall) -> None:
+        place = CallPlace(self._calls, captured.name)
+        self._calls += 1
         captured = self._named_by_caller(captured)
-        if captured.name in self.order:
-            return
-        self.order[captured.name] = captured
-        for frame in captured.frame.line() if self._verifies else ():
-            if frame.given is not None:
-                frame.given.copy_tensors()
+        if captured.name not in self.order:
+            self.order[captured.name] = captured
+            self.places[captured.name] = place
 
     def _named_by_caller(self, captured: CapturedCall) -> CapturedCall:
         """The call, under another name if its module was called with other weights before."""
@@ -313,8 +343,7 @@ class _Reading:
             site = dataclasses.replace(site, terms=(), why=why)
         module, origin = site.module, self._origin(site, calls[0])
         if site.name in self._callers:
-            root = self.watcher.stack.root.module
-            module = root.get_submodule(site.name.partition("#")[0])
+            module = self._part.get_submodule(site.name.partition("#")[0])
         self.sites[site.name] = dataclasses.replace(site, module=module, origin=origin)
 
     def _parts_share_weights(self, site: AttentionSite, frame: ModuleCall) -> bool:
@@ -406,9 +435,9 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
     between: tuple[HeadSlice, ...] = ()
     why = ""
     try:
-        terms, normed, between = sum_terms(products, first.frame, names)
+        terms, factors, between = sum_terms(products, first.frame, names)
     except UnknownRowsError as error:
-        normed = any(s.normed for s in sides(products, first.frame, names))
+        factors = sides(products, first.frame, names)
         why = str(error)
     if layout is not None and layout.guess:
         # Different features for every head are as conclusive as the experiment would have been.
@@ -419,9 +448,13 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
     query_gains: Gains = ()
     key_gains: Gains = ()
     is_plain = all(s.added is None and is_product(s.call) for s in calls)
-    if q is not None and k is not None and is_plain:
-        query_gains = seen_gains(q, names)
-        key_gains = seen_gains(k, names) if query_gains else ()
+    if len(factors) == 2 and is_plain:
+        slices = itertools.chain(*((*t.query, *t.key) for t in terms))
+        projections = {x for s in slices for x in (s.parameter, s.bias) if x}
+        query_gains, key_gains = (
+            seen_gains(factor, projections) if factor.normed else ()
+            for factor in factors
+        )
     heads = call.scores_shape[1] * len(calls)
     # Each query vector counts once, and products of the same weights, of which a mask chooses one for each pair
     # (ReRoPE), are one term.
@@ -440,7 +473,7 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
         head_dim=sum(a.shape[-1] for a in queries),
         terms=terms,
         why=why,
-        normed=normed,
+        normed=any(factor.normed for factor in factors),
         query_gains=query_gains,
         key_gains=key_gains,
         between=between,

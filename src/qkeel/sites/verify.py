@@ -1,7 +1,7 @@
 """Verifies that the known weights of a site determine its logits, head by head.
 
-The smallest module that holds the projections and the attention call runs again with
-the inputs that it had, and with other weights. Where logits are plain products, one run
+A copy of the smallest module that holds the projections and the attention call runs again
+with the inputs that it had, and with other weights. Where logits are plain products, one run
 suffices: all rows of q and of k are multiplied by numbers that differ from head to head,
 and each logit must be multiplied by the product of its two numbers. This tells every head
 from every other one, and leaves no room for a part that comes from other weights.
@@ -12,7 +12,7 @@ scaled: a norm over all heads keeps its value then, so that no other head moves.
 is in half of the changes and no two heads are in the same half, so that about log₂ h + 1
 runs tell every head from every other one.
 
-The module is part of a copy that runs alone (see `alone`), and is put back between runs.
+The copy is put back between runs (see `LoneCall`).
 """
 
 from __future__ import annotations
@@ -20,33 +20,28 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from contextlib import contextmanager, nullcontext
-from typing import final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen
-from qkeel.capture.example import ModuleCall, restored
 from qkeel.capture.hand_written import reached
-from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
+from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.capture.known_sites import KnownSites
-from qkeel.capture.readers import unobserved
-from qkeel.errors import RefusedError, caution
+from qkeel.errors import caution
 from qkeel.patching.autograd import nodes_of
-from qkeel.patching.modes import CollectiveMode, push_mode, take_off
-from qkeel.patching.module_tables import modules_of
+from qkeel.patching.modes import CollectiveMode
+from qkeel.sites.module_copy import (
+    CannotRerunError,
+    EnoughError,
+    LoneCall,
+    refuse_collective,
+)
 from qkeel.sites.rows import half_codes
-from qkeel.sites.search_passes import eagerly, forget_casts
 from qkeel.sites.site import AttentionSite, HeadSlice, unique_slices
 
 Weights = Mapping[str, Tensor]
@@ -59,8 +54,11 @@ _ROWS = 32
 _BASES = (4.0, 3.0)
 
 
-class CannotRerunError(Exception):
-    """A module does not compute alone what it computed in the model's pass; the message says why."""
+class CallPlace(NamedTuple):
+    """The number of an attention call among those of a run, and the name under which each run reports it."""
+
+    number: int
+    name: str
 
 
 @final
@@ -73,59 +71,64 @@ class Verification:
         self._by_gradients: dict[str, str] = {}
 
     def site(
-        self, model: nn.Module, site: AttentionSite, calls: Sequence[CapturedCall]
+        self,
+        lone: LoneCall,
+        site: AttentionSite,
+        calls: Sequence[CapturedCall],
+        places: Sequence[CallPlace],
     ) -> AttentionSite:
         """Returns the site; if its weights are not confirmed, `unverified` gives the reason.
 
         Args:
-            model: the model, or the part of it, of the pass.
+            lone: what runs again; it is open.
             site: the site.
             calls: the first call of the site, or one call for each head if the heads are computed one by one.
+            places: where they are among the calls of a run.
         """
         if not site.terms:
             return site
         doubt = unscaled = ""
         try:
-            doubt, unscaled = self._check(model, site, calls)
+            doubt, unscaled = self._check(lone, site, calls, places)
         except CannotRerunError as error:
-            name = site.name or type(model).__name__
+            name = site.name or type(lone.part).__name__
             self._by_gradients[name] = str(error)
         except Exception as error:
             doubt = f"its module cannot run again: {type(error).__name__}: {error}"
         return dataclasses.replace(site, unverified=doubt, unscaled=unscaled)
 
     def _check(
-        self, model: nn.Module, site: AttentionSite, calls: Sequence[CapturedCall]
+        self,
+        lone: LoneCall,
+        site: AttentionSite,
+        calls: Sequence[CapturedCall],
+        places: Sequence[CallPlace],
     ) -> tuple[str, str]:
         """Why the weights are not confirmed, or "", and why the logits do not scale with them, or ""."""
-        if not calls:
-            return "the pass did not contain its attention call", ""
-        readers = [LogitReader(call.call) for call in calls]
-        heads = sum(reader.recorded.shape[1] for reader in readers)
+        rerun = Rerun(lone, site, calls, places)
+        heads = sum(z.shape[1] for z in rerun.recorded)
         if heads != site.n_heads:
             return f"the pass showed {heads} heads instead of {site.n_heads}", ""
-        if not any(bool(reader.recorded.isfinite().any()) for reader in readers):
+        if not any(bool(z.isfinite().any()) for z in rerun.recorded):
             return "every key is hidden from its queries in this example", ""
         for path in itertools.chain(*((t.query, t.key) for t in site.terms)):
             if len({s.parameter for s in path}) < len(path):
                 # Changed rows would reach the logits in two ways, by which every head moves.
                 raise CannotRerunError("one weight is used twice on the way to a logit")
-        weights = ChangedWeights(model, site)
         for other, unscaled in self._confirmed:
             # A second call with the same weights, which the first call's result would reach as well.
             if other.module is site.module and has_same_rows(other, site):
                 return "", unscaled
-        rerun = smallest_rerun(site, calls, readers, weights)
+        weights = ChangedWeights(lone.part, site)
+        experiment = Experiment(site, weights, rerun)
         unscaled = ""
-        # Whether each side has a single weight, all of which has then been changed.
+        # With a single weight on each side, all of which has then been changed, nothing is left to ask.
         is_simple = len(site.query) + len(site.key) == 2
-        if not (rerun.is_proportional and is_simple):
-            with rerun.opened():
-                experiment = Experiment(site, weights, rerun)
-                doubt = experiment.doubt_heads() or experiment.doubt_unknown_weights()
-                if doubt:
-                    return doubt, ""
-                unscaled = experiment.disproportion()
+        if not (experiment.is_proportional() and is_simple):
+            doubt = experiment.doubt_heads() or experiment.doubt_unknown_weights()
+            if doubt:
+                return doubt, ""
+            unscaled = experiment.disproportion()
         self._confirmed.append((site, unscaled))
         return "", unscaled
 
@@ -157,183 +160,80 @@ def has_same_rows(site: AttentionSite, other: AttentionSite) -> bool:
 # --- Running a module again
 
 
-def smallest_rerun(
-    site: AttentionSite,
-    calls: Sequence[CapturedCall],
-    readers: Sequence[LogitReader],
-    weights: ChangedWeights,
-) -> Rerun:
-    """The rerun of the smallest module call around an attention call in which the known weights change its logits.
-
-    Raises:
-        CannotRerunError: no module call computes the same logits when it is repeated.
-        Exception: no module call can be repeated at all; this is the error of the innermost one.
-    """
-    failures: list[Exception] = []
-    fallback = None
-    for frame in _frames(calls, weights.parameters):
-        try:
-            rerun = Rerun(site, frame, calls, readers, weights.parameters)
-            with rerun.opened():
-                before = rerun.check()
-                if weights.filled():
-                    before = rerun.logits(weights.filled())
-                rerun.base = before
-                experiment = Experiment(site, weights, rerun)
-                rerun.is_proportional = experiment.is_proportional()
-                if rerun.is_proportional:
-                    return rerun
-                all_rows = [(s, None) for s in (*site.query, *site.key)]
-                after = rerun.logits(weights.rotated(all_rows))
-        except Exception as error:
-            failures.append(error)
-            continue
-        if _largest(before, after) > 0:
-            return rerun
-        fallback = fallback or rerun
-    # The experiment will say that its rows change nothing.
-    if fallback is not None:
-        return fallback
-    failures.sort(key=lambda error: not isinstance(error, CannotRerunError))
-    raise (failures or [RefusedError("no module of the model holds its weights")])[0]
-
-
-def _frames(
-    calls: Sequence[CapturedCall], parameters: Mapping[str, nn.Parameter]
-) -> Iterator[ModuleCall]:
-    """The module calls around an attention call that can be repeated with other parameters, innermost first."""
-    needed = {id(p) for p in parameters.values()}
-    for frame in calls[0].frame.line():
-        if frame.given is not None and needed <= {
-            id(p) for p in frame.module.parameters()
-        }:
-            yield frame
-
-
-class EnoughError(BaseException):
-    """Ends a rerun after the calls that were wanted."""
-
-
 @final
 class RepeatedCalls:
-    """Observes the calls of one site in runs that repeat a call of a module.
+    """Reads the calls of one site in runs of a copy, each of which ends after the last of them.
 
     Args:
-        module: the module that runs again, or a copy of it.
         site: the site.
-        frame: the call of the module.
-        recorded: the calls of the site in it.
-
-    Attributes:
-        watcher: observes a run, which ends in an EnoughError after the site's last call.
-        calls: those of the run.
+        places: where its calls are among those of a run.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        site: AttentionSite,
-        frame: ModuleCall,
-        recorded: Sequence[CapturedCall],
-    ) -> None:
-        depth = recorded[0].frame.line().index(frame)
-        self._numbers = [call.positions[depth] for call in recorded]
-        paths = {id(inner): path for path, inner in modules_of(frame.module).items()}
-        names = {
-            name_of(paths.get(id(call.frame.module), ""), call.ordinal)
-            for call in recorded
-        }
+    def __init__(self, site: AttentionSite, places: Sequence[CallPlace]) -> None:
+        self._numbers = [place.number for place in places]
+        names = {place.name for place in places}
         heads = site.n_heads, site.n_kv_heads
-        known = KnownSites(
+        self._known = KnownSites(
             layouts={} if site.layout is None else dict.fromkeys(names, site.layout),
             key_heads={} if site.key_heads else dict.fromkeys(names, heads),
         )
-        self.watcher = CaptureMode(module, self._note, known=known)
-        self.begin()
 
-    def begin(self) -> None:
-        """Begins a run."""
-        self.calls: list[CapturedCall] = []
-        # The numbers of the calls, as they are reported.
-        self._reported = itertools.count()
+    def read(
+        self,
+        lone: LoneCall,
+        weights: Weights | None = None,
+        inputs: Mapping[int, Tensor] | None = None,
+    ) -> list[CapturedCall]:
+        """The calls of the site in a run with these weights and inputs.
 
-    @property
-    def are_all_seen(self) -> bool:
-        """True after the site's last call."""
-        return len(self.calls) == len(self._numbers)
+        Raises: CannotRerunError if the run does not make them.
+        """
+        calls: list[CapturedCall] = []
+        numbers = itertools.count()
 
-    def _note(self, captured: CapturedCall) -> None:
-        if next(self._reported) in self._numbers:
-            self.calls.append(captured)
-        if self.are_all_seen:
-            raise EnoughError
+        def note(captured: CapturedCall) -> None:
+            if len(calls) < len(self._numbers):
+                if next(numbers) in self._numbers:
+                    calls.append(captured)
+                if len(calls) == len(self._numbers):
+                    raise EnoughError
+
+        lone.run(CaptureMode(lone.part, note, known=self._known), weights, inputs)
+        if len(calls) < len(self._numbers):
+            raise CannotRerunError(
+                "running their modules again made other attention calls"
+            )
+        return calls
 
 
 @final
 class Rerun:
-    """Repeats one module call with other weights and inputs, and reads the logits of one site in it.
+    """The logits of one site, of its calls in the pass that was read and of runs with other weights and inputs.
 
-    Args:
-        site: the site.
-        frame: the module call that is repeated.
-        calls: the calls of the site.
-        readers: the readers of the logits of these calls.
-        parameters: the weights that change, by name.
+    Attributes:
+        recorded: those of the pass that was read.
     """
-
-    #: the logits with the known weights as they are, which every change is compared with
-    base: Logits | None = None
-    #: whether they were found to be proportional to the known rows
-    is_proportional = False
 
     def __init__(
         self,
+        lone: LoneCall,
         site: AttentionSite,
-        frame: ModuleCall,
         calls: Sequence[CapturedCall],
-        readers: Sequence[LogitReader],
-        parameters: Mapping[str, nn.Parameter],
+        places: Sequence[CallPlace],
     ) -> None:
-        assert frame.given is not None
-        self.frame, self._given = frame, frame.given
-        self._recorded, self._readers = calls, readers
-        self._parameters, self.module = dict(parameters), frame.module
-        self._repeated = RepeatedCalls(self.module, site, frame, calls)
-        self._watcher = self._repeated.watcher
-        # Whether the opened module has run.
-        self._has_run = False
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """A context in which the module can run; afterwards it is as it was."""
-        waits = dist.world() > 1
-        with (
-            eagerly(graph=False, together=False),
-            CollectiveMode(refuse_collective) if waits else nullcontext(),
-            # A monitor whose pass is running, in which another search looks.
-            unobserved(),
-            self._watcher,
-        ):
-            # Between the runs, nothing is observed.
-            take_off(self._watcher)
-            self._has_run = False
-            # What is restored includes the hooks by which the watcher knows the running module.
-            try:
-                tree = [*modules_of(self.module).values()]
-                with restored(tree) as self._undo:
-                    yield
-            finally:
-                # Otherwise calls of the last run that were not reported yet would be reported now.
-                self._watcher.restart()
+        self._lone, self._calls = lone, calls
+        self._readers = [LogitReader(call.call) for call in calls]
+        self._repeated = RepeatedCalls(site, places)
+        self.recorded = [reader.recorded for reader in self._readers]
 
     def check(self) -> Logits:
         """Returns the logits with the module's weights.
 
-        Raises: CannotRerunError unless they are those of the model's pass or, if they are random, the same in every
-        run.
+        Raises: CannotRerunError unless they are those of the pass that was read or, if they are random, the same in
+        every run.
         """
-        first, recorded = self.logits({}), [x.recorded for x in self._readers]
-        if not (_alike(first, recorded) or _alike(first, self.logits({}))):
+        first = self.logits({})
+        if not (_alike(first, self.recorded) or _alike(first, self.logits({}))):
             raise CannotRerunError("running their modules again gave other logits")
         return first
 
@@ -341,82 +241,24 @@ class Rerun:
         self, weights: Weights, inputs: Mapping[int, Tensor] | None = None
     ) -> Logits:
         """The logits of the site's calls with these weights, and with other inputs, by their number, if given."""
-        number = itertools.count()
-
-        def copied(x: Tensor) -> Tensor:
-            return (inputs or {}).get(next(number), x).detach().clone()
-
-        self._run(*self._given.changed(copied), weights)
-        calls = self._repeated.calls
+        # One process alone repeats a run that all made together.
+        alone = CollectiveMode(refuse_collective) if dist.world() > 1 else nullcontext()
+        with alone:
+            calls = self._repeated.read(self._lone, weights, inputs)
         return [reader(x.call) for reader, x in zip(self._readers, calls)]
 
-    def inputs_of_heads(self, widths: Collection[int]) -> dict[int, Tensor]:
-        """The inputs, with their numbers, from which q or k was computed in the model's pass.
-
-        widths: the sizes of the known weights. What the model itself was called with has no graph that shows what is
-        computed from it, so it counts if it is as wide as a weight.
-        """
+    def inputs_of_heads(self) -> dict[int, Tensor]:
+        """The inputs, with their numbers, from which q or k was computed in the pass that was read."""
         operands = [
             x.grad_fn
-            for call in self._recorded
+            for call in self._calls
             for pair in products_of_call(call.call)
             for x in pair
             if x is not None and x.grad_fn is not None
         ]
-        behind = reached(operands, nodes_of(self.frame.inputs))
-        # A tensor that is passed twice is one input.
-        inputs = {id(x): x for x in self.frame.inputs}.values()
-        return {
-            i: x.detach()
-            for i, x in enumerate(inputs)
-            if x.grad_fn in behind
-            or (self.frame.is_outermost and x.is_floating_point())
-            or (x.is_floating_point() and x.ndim > 1 and x.shape[-1] in widths)
-        }
-
-    def _run(
-        self, args: tuple[object, ...], kwargs: Mapping[str, object], weights: Weights
-    ) -> None:
-        """Runs the opened module up to the site's last call, whose calls are then in `calls`."""
-        if self._has_run:
-            self._undo()
-            self._watcher.restart()
-        self._has_run = True
-        self._repeated.begin()
-        # Autocast keeps the cast of each weight, whatever the weight holds now.
-        forget_casts()
-        with self._given.as_given(), self._exchanged(weights):
-            push_mode(self._watcher)
-            try:
-                self.module(*args, **kwargs)
-                self._watcher.end()
-            except EnoughError:
-                pass
-            finally:
-                take_off(self._watcher)
-                forget_casts()
-        if not self._repeated.are_all_seen:
-            raise CannotRerunError(
-                "running their modules again made other attention calls"
-            )
-
-    @contextmanager
-    def _exchanged(self, weights: Weights) -> Iterator[None]:
-        """A context in which the module's parameters hold other values, without a new version."""
-        before = {name: self._parameters[name].data for name in weights}
-        try:
-            for name, value in weights.items():
-                self._parameters[name].data = value
-            yield
-        finally:
-            for name, value in before.items():
-                self._parameters[name].data = value
-
-
-def refuse_collective(_ranks: tuple[int, ...], operator: str) -> None:
-    raise CannotRerunError(
-        f"{operator} combines values from several processes, and only one of them would repeat it"
-    )
+        inputs = self._lone.inputs
+        behind = reached(operands, nodes_of(inputs))
+        return {i: x.detach() for i, x in enumerate(inputs) if x.grad_fn in behind}
 
 
 def products_of_call(call: Seen) -> Sequence[tuple[Tensor | None, Tensor | None]]:
@@ -494,8 +336,10 @@ class Experiment:
         self, site: AttentionSite, weights: ChangedWeights, rerun: Rerun
     ) -> None:
         self._site, self._weights, self._rerun = site, weights, rerun
-        assert rerun.base is not None
-        self._base = rerun.base
+        # The logits with the known weights as they are, which every change is compared with.
+        self._base = rerun.check()
+        if weights.filled():
+            self._base = rerun.logits(weights.filled())
         dtypes = [torch.finfo(p.dtype) for p in weights.parameters.values()]
         least = min(dtypes, key=lambda dtype: dtype.bits)
         steps = 4 if least.bits < 32 else 64
@@ -561,8 +405,7 @@ class Experiment:
         product: from query to query, or from key to key.
         """
         generator = torch.Generator().manual_seed(0)
-        widths = {n for x in self._weights.parameters.values() for n in x.shape}
-        inputs = self._rerun.inputs_of_heads(widths)
+        inputs = self._rerun.inputs_of_heads()
         for i, x in inputs.items():
             noise = torch.randn(x.shape, generator=generator).to(x)
             inputs[i] = x + noise * x.float().square().mean().sqrt().to(x)
