@@ -131,10 +131,12 @@ def test_logits_are_judged_as_they_enter_the_softmax():
 def test_no_clip_where_a_constant_decides_on_the_largest_logit(largest, action):
     spread = np.full((6, 2, 2), 3.0)
     spread[1:, 1] = 40.0
+    spread[:, 0, 1] = np.nan  # a head that was not measured
     logits = np.full((6, 2, 2), 3.0)
     logits[1:, 1] = largest
     _, act = decided(logits, spread=spread)[:2]
     assert (act.action, act.site) == (action, "b")
+    assert "spread 40;" in act.reason
 
 
 def test_heads_over_the_threshold_join_a_clip():
@@ -192,12 +194,12 @@ def test_what_is_refused_gives_way_to_the_next_action_and_the_end_is_said_once(
 
 def test_a_logit_far_over_the_threshold_under_a_clip_is_said():
     logits = grown(40, 1.0)
-    logits[8:, 1, 1] = 900.0  # the clip does not limit it
-    found = decided(logits)
-    assert [d.action for d in found] == [WATCH, CLIP, NONE]
+    logits[4:, 1, 1] = 46.0  # the clip does not limit it
+    watch, act, end = decided(logits)
+    assert (watch.action, act.action, end.action) == (WATCH, CLIP, NONE)
     # 2 · patience records after the clip.
-    assert found[-1].step == found[1].step + 6
-    logits[4:, 1, 1] = 44.0  # under three times the threshold of 15
+    assert end.step == act.step + 6
+    logits[4:, 1, 1] = 45.0  # three times the threshold of 15
     assert [d.action for d in decided(logits)] == [WATCH, CLIP]
 
 
