@@ -375,6 +375,43 @@ def test_the_layers_that_a_config_announces_are_missed(tmp_path):
     assert [unknown.name for unknown in found.unknown] == ["h.1", "h.3"]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("q_latent", [12, None])
+def test_the_bound_of_latent_attention_holds_with_and_without_a_latent_of_queries(
+    q_latent, tmp_path
+):
+    from qkeel.nn import Decoder, DecoderConfig, LatentSizes
+    from qkeel.sites import Tap
+
+    latent = LatentSizes(
+        q_latent=q_latent, kv_latent=10, rope_dim=4, nope_dim=6, value_dim=6
+    )
+    sizes = {"vocab_size": 50, "d_model": 32, "latent": latent, "latent_norm": True}
+    model = Decoder(DecoderConfig(attention="mla", **sizes)).eval()
+    for p in model.parameters():
+        p.add_(0.3 * torch.randn_like(p))
+    found = scanned(tmp_path, model.state_dict())
+    assert found.unknown == ()
+    sites = {site.name: site for site in found.sites}
+    with Tap(model) as tap:
+        model(torch.randint(50, (4, 20)))
+        for name, stats in tap.read().items():
+            bounds = torch.tensor(sites[name].logit_bound)
+            assert (stats.max_abs_logit <= bounds).all()
+            assert (stats.max_abs_logit > bounds / 100).any()
+            at = f"{name}.{{}}.weight".format
+            q, k = (
+                model.get_parameter(at(n)).unflatten(0, (4, -1))
+                for n in ("q_up", "k_up")
+            )
+            assert_close(
+                exact(sites[name].interaction_spectral),
+                largest_singular(q, k),
+                rtol=1e-9,
+                atol=0,
+            )
+
+
 def test_progress_ends_at_all_bytes_and_json_has_no_nan(tmp_path):
     (site,) = scanned(tmp_path, pair()).sites
     seen = []

@@ -51,7 +51,7 @@ FUSED: dict[str, str | None] = {
     "qkv_y": "blocks",
 }
 # What may hold queries: nothing else of a checkpoint is looked up in the config, of which a file has thousands.
-_QUERIES = {*(q for q, _ in SEPARATE), *FUSED, "q_b_proj"}
+_QUERIES = {*(q for q, _ in SEPARATE), *FUSED, "q_b_proj", "q_up"}
 # Model types that override the table above (transformers 5.23, modeling files).
 GROUPED = words(
     "gpt_neox gpt_neox_japanese bloom falcon persimmon internlm2 gpt_bigcode"
@@ -278,6 +278,8 @@ def _stream(
     keys = [k for q, k in SEPARATE if q == leaf and f"{at}{k}.weight" in tensors]
     if leaf in ("q_b_proj", "q_proj") and f"{at}kv_a_proj_with_mqa.weight" in tensors:
         plan = _latent(tensors, at, leaf, geometry)
+    elif leaf == "q_up" and f"{at}k_up.weight" in tensors:
+        plan = _own_latent(tensors, at, geometry)
     elif keys:
         plan = _separate(tensors, at, leaf, keys[0], geometry)
     # Any network has a linear1; that of Flux's single blocks makes [q | k | v | mlp] and has a q/k norm.
@@ -516,24 +518,58 @@ def _latent(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePla
     q_starts = range(0, heads * (nope + rope), nope + rope)
     k_starts = range(0, heads * (nope + value), nope + value)
     rope_starts = [start + nope for start in q_starts]
-    query_weights = StreamWeights(
-        weight=_slice(tensors, query, q_starts, nope),
-        rope=_slice(tensors, query, rope_starts, rope),
-        input=_present(tensors, f"{at}q_a_layernorm"),
+    return _mla(
+        at,
+        heads,
+        StreamWeights(
+            weight=_slice(tensors, query, q_starts, nope),
+            rope=_slice(tensors, query, rope_starts, rope),
+            input=_present(tensors, f"{at}q_a_layernorm"),
+        ),
+        StreamWeights(
+            weight=_slice(tensors, key, k_starts, nope),
+            rope=_slice(tensors, down, (latent,), rope),
+            input=_present(tensors, f"{at}kv_a_layernorm"),
+        ),
     )
-    key_weights = StreamWeights(
-        weight=_slice(tensors, key, k_starts, nope),
-        rope=_slice(tensors, down, (latent,), rope),
-        input=_present(tensors, f"{at}kv_a_layernorm"),
+
+
+def _own_latent(tensors: Tensors, at: str, geometry: Geometry) -> SitePlan:
+    """Plans qkeel.nn.MLA, which has a separate weight for every part."""
+    heads, parts = geometry.n_heads, dict[str, Slice]()
+    if heads is None:
+        raise _UnreadError("the number of heads is not known; give --n-heads")
+    for name in ("q_up", "k_up", "q_rope", "k_rope"):
+        weight, n = f"{at}{name}.weight", 1 if name == "k_rope" else heads
+        rows, _ = _matrix(tensors, weight)
+        if rows % n:
+            raise _UnreadError(f"{name} has {rows} rows, expected a multiple of {n}")
+        parts[name] = _slice(tensors, weight, range(0, rows, rows // n), rows // n)
+    return _mla(
+        at,
+        heads,
+        StreamWeights(
+            weight=parts["q_up"],
+            rope=parts["q_rope"],
+            input=_present(tensors, f"{at}q_latent_norm"),
+        ),
+        StreamWeights(
+            weight=parts["k_up"],
+            rope=parts["k_rope"],
+            input=_present(tensors, f"{at}kv_latent_norm"),
+        ),
     )
+
+
+def _mla(at: str, heads: int, query: StreamWeights, key: StreamWeights) -> SitePlan:
     return SitePlan(
         name=at[:-1],
         layout="MLA",
         n_heads=heads,
         n_kv_heads=heads,
-        head_dim=nope + rope,
-        queries=(query_weights,),
-        keys=(key_weights,),
+        head_dim=query.weight.rows + (key.rope.rows if key.rope else 0),
+        queries=(query,),
+        keys=(key,),
     )
 
 
@@ -573,7 +609,9 @@ def _with_norms(
         return before if math.prod(tensors[before].shape) == width else None
 
     # Queries without a latent of their own (DeepSeek-V2-Lite) are projected from the module's input.
-    has_latent = leaf == "q_b_proj"
+    has_latent = is_mla and (
+        leaf == "q_b_proj" or (leaf == "q_up" and f"{at}q_down.weight" in tensors)
+    )
     query = dataclasses.replace(
         query,
         gain=gains[0],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -102,6 +103,9 @@ def _config_of(model: nn.Module, site: str) -> ConfigMapping:
         to_dict = getattr(config, "to_dict", None)
         if callable(to_dict):
             config = to_dict()
+        if dataclasses.is_dataclass(config) and not isinstance(config, type):
+            names = [field.name for field in dataclasses.fields(config)]
+            config = {name: getattr(config, name, None) for name in names}
         # Keys that nothing here asks for are harmless, so any object with attributes counts.
         values = (
             config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
