@@ -85,6 +85,12 @@ def test_an_action_on_all_heads_stays_on_all_heads_whatever_is_added(decisions, 
     assert Decision.of(decisions[0].row()) == decisions[0]
 
 
+def test_a_decision_is_read_again_with_its_forecast():
+    *_, end = decided(grown(12))
+    assert end.forecast is not None
+    assert Decision.of(end.row()) == end
+
+
 def test_a_decision_that_its_site_refused_when_it_came_has_no_effect():
     refused = [Refused(step=2, action="qk_clip", site="a", reason="no")]
     assert active_actions([clip(1, 0), clip(2, 1)], refused)[CLIP, "a"][1] == (0,)
