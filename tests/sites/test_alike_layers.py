@@ -156,6 +156,7 @@ class ByNumber(Heads):
         super().__init__()
         self.number = number
         self.norm = nn.RMSNorm(D)
+        self.gain = nn.Parameter(torch.ones(D))
 
     def forward(self, x):
         q, k, v = (y.transpose(1, 2) for y in self.operands(x))
@@ -164,6 +165,8 @@ class ByNumber(Heads):
             q, k = self.norm(q), self.norm(k)
         if does == "stretched":
             q, k = self.norm(q) * 2, self.norm(k)
+        if does == "scaled":
+            q = q * self.gain
         if does == "swapped":
             q, k = k, q
         if does == "cool":
@@ -178,11 +181,36 @@ class ByNumber(Heads):
 def facts(site):
     gains = [gain.index.tolist() for gain in site.query_gains + site.key_gains]
     weights = [s.parameter.split(".")[-2] for s in (*site.query, *site.key)]
-    return site.spec, weights, site.normed, gains, site.verified, site.unscaled
+    between = [s.parameter.split(".")[-1] for s in site.between]
+    return (
+        *(site.spec, weights, site.normed, gains, between),
+        *(site.verified, site.unscaled, len(site.value_weights)),
+    )
 
 
-@pytest.mark.parametrize("first", ["plain", "normed", "stretched", "capped"])
-@pytest.mark.parametrize("second", ["plain", "normed", "swapped", "cool", "capped"])
+class Valued(Attention):
+    """Attention whose values may be its keys."""
+
+    def __init__(self, is_shared):
+        super().__init__(fused_causal, M, H)
+        self.is_shared = is_shared
+
+    def projected(self, x):
+        q, k, v = super().projected(x)
+        return q, k, k if self.is_shared else v
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_layers_of_which_one_takes_its_keys_as_values_are_told_apart(first):
+    layers = [Valued(is_shared) for is_shared in (first, not first, first)]
+    for layer, site in zip(layers, find_sites(nn.Sequential(*layers), x())):
+        assert len(site.value_weights) == layer.is_shared
+
+
+@pytest.mark.parametrize("first", ["plain", "normed", "stretched", "capped", "scaled"])
+@pytest.mark.parametrize(
+    "second", ["plain", "normed", "swapped", "cool", "capped", "scaled"]
+)
 def test_a_layer_is_what_it_is_alone(first, second, monkeypatch):
     monkeypatch.setattr(ByNumber, "table", (first, second, first))
     torch.manual_seed(0)

@@ -3,7 +3,7 @@
 Nearly all layers of a model are alike. Once one of them has been read from the graph of its pass, the sites of another
 are the same but for the names of weights. A copy of the other in which the weights of the first stand runs once, on what
 the first was called with: it must make the same calls, with the same queries and keys. Otherwise the module is read
-itself. Settings and buffers need no comparison: what they change shows in that run.
+itself. What buffers change shows in that run. Settings are compared, since what is made of the values does not.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from qkeel.capture.calls import ScoresCall
 from qkeel.capture.example import ModuleCall, mapped
 from qkeel.capture.intercept import CapturedCall
 from qkeel.capture.random_streams import seed_generators
+from qkeel.patching.module_tables import MODULE_ATTRIBUTES, modules_of
 from qkeel.sites.module_copy import (
     CannotRerunError,
     LoneCall,
@@ -46,6 +47,7 @@ class KnownModule:
     def __init__(self, frame: ModuleCall, name: str, trace: ModuleTrace) -> None:
         self._name, self._trace = name, trace
         self._kind, self._shapes = type(frame.module), _shapes_of(frame.module)
+        self._settings = _settings_of(frame.module)
         self._structure, self._constants = _arguments_of(frame)
         (self._site,) = trace.sites
         self._weights = _drawn_weights(frame.module, name, self._site)
@@ -68,6 +70,8 @@ class KnownModule:
         module = frame.module
         if type(module) is not self._kind or _shapes_of(module) != self._shapes:
             return None
+        if not self._has_settings(module, name):
+            return None
         structure, constants = _arguments_of(frame)
         is_called_alike = structure == self._structure and all(
             a is b or torch.equal(a, b) for a, b in zip(self._constants, constants)
@@ -89,6 +93,18 @@ class KnownModule:
             values={},
         )
 
+    def _has_settings(self, module: nn.Module, name: str) -> bool:
+        """True if a module has the same settings. Each may hold the numbers in its name, such as that of its layer."""
+        settings = _settings_of(module)
+        numbers, others = (
+            {int(x) for x in path.split(".") if x.isdigit()}
+            for path in (self._name, name)
+        )
+        return settings.keys() == self._settings.keys() and all(
+            a == b or (type(a) is int and a in numbers and b in others)
+            for a, b in zip(self._settings.values(), settings.values())
+        )
+
     def _calls_of(self, module: nn.Module) -> list[CapturedCall]:
         """The attention calls of a copy of a module in which the weights of this one stand.
 
@@ -107,11 +123,22 @@ def _shapes_of(module: nn.Module) -> list[object]:
     return [(name, p.shape, p.dtype, p.device) for name, p in named]
 
 
+def _settings_of(module: nn.Module) -> dict[str, object]:
+    """The numbers, flags and names that a module and those inside it hold, by where they are."""
+    return {
+        f"{path}.{key}": value
+        for path, inner in modules_of(module).items()
+        for key, value in vars(inner).items()
+        if isinstance(value, _SETTINGS) and key not in MODULE_ATTRIBUTES
+    }
+
+
 def _drawn_weights(
     module: nn.Module, name: str, site: AttentionSite
 ) -> dict[str, Tensor]:
     """Copies of the plain weights of a module by their names in the model, of which those of q and k are drawn at random:
-    rows that are equal or zero would not show which of them makes what."""
+    rows that are equal or zero would not show which of them makes what. Vectors are moved, since gains of one and biases of
+    zero would not show that they are used."""
     generator = torch.Generator().manual_seed(0)
     drawn = {s.parameter for s in (*site.query, *site.key)}
     weights: dict[str, Tensor] = {}
@@ -120,6 +147,9 @@ def _drawn_weights(
         if parameter in drawn:
             noise = torch.randn(p.shape, generator=generator)
             weights[parameter] = (noise * p[0].numel() ** -0.5).to(p)
+        elif is_plain(p) and p.ndim < 2:
+            noise = torch.rand(p.shape, generator=generator)
+            weights[parameter] = p.detach() + (noise / 8).to(p)
         elif is_plain(p):
             weights[parameter] = p.detach().clone()
     return weights
