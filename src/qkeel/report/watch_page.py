@@ -29,27 +29,35 @@ from qkeel.report.watched_runs import Watched, overall
 def watch_page(runs: Sequence[Watched]) -> dict[str, object]:
     """Returns what the page about watched runs shows."""
     present = charts(runs)
-    models = list(dict.fromkeys(str(run.about.get("model") or "model") for run in runs))
     several = len(runs) > 1
-    light, sentence = verdict(runs[0])
+    first = runs[0]
+    light, lead = verdict(first)
+    if several:
+        models = dict.fromkeys(str(run.about.get("model") or "model") for run in runs)
+        title = f"{h.count(len(runs), 'watched run')} of {h.listing(list(models))}"
+        lead = ""
+        limits = [f"{run.name}: {verdict(run)[1]}" for run in runs]
+    else:
+        title = f"{first.about.get('model') or 'model'}, watched"
+        limits = cautions(first)
+    alarms, actions = [], []
+    for run in runs:
+        alarms += _alarm_cards(run, several)
+        actions += _actions(run)
     return {
         "template": "watch.html",
-        "title": f"{h.count(len(runs), 'watched run')} of {h.listing(models)}"
-        if several
-        else f"{models[0]}, watched",
+        "title": title,
         "meta": _meta(runs),
-        "lead": "" if several else sentence,
+        "lead": lead,
         "light": light,
         "harmful": h.number(HARMFUL_LOGIT),
-        "fixes": fix(runs[0]),
-        "cautions": [f"{run.name}: {verdict(run)[1]}" for run in runs]
-        if several
-        else cautions(runs[0]),
+        "fixes": fix(first),
+        "cautions": limits,
         "charts": present,
-        "alarms": [card for run in runs for card in _alarm_cards(run, several)],
-        "actions": [action for run in runs for action in _actions(run)],
+        "alarms": alarms,
+        "actions": actions,
         "compared": _compared(runs) if several else None,
-        "layers": None if several else _layers(runs[0]),
+        "layers": None if several else _layers(first),
         "facts": _facts(runs),
         "data": chart_data(runs) if present else None,
         "drawing": "watch.js",
@@ -63,7 +71,8 @@ def _meta(runs: Sequence[Watched]) -> str:
             f"{run.name}: {h.count(len(run.records), 'sample')}" for run in runs
         )
     run = runs[0]
-    size, optimizer = run.about.get("parameters"), run.about.get("optimizer")
+    size = run.about.get("parameters")
+    optimizer = run.about.get("optimizer")
     remedies = [str(x) for x in run.about.get("remedies") or ()]
     phrases = [
         h.count(size, "parameter") if isinstance(size, int) else "",
@@ -287,18 +296,17 @@ def _run_data(run: Watched, most: int, cells: int) -> dict[str, object]:
         by_layer = run.by_layer(name)
         if by_layer is not None:
             layer_series[name] = [h.series(line) for line in by_layer[rows].T]
-    alarms = [
-        {
+    alarms = []
+    for alarm in run.alarms:
+        layer = alarm.get("layer")
+        mark = {
             "step": int(alarm["step"]),
             "severity": str(alarm.get("severity")),
             "rule": str(alarm.get("rule")),
-            "layer": run.layers.index(alarm["layer"])
-            if alarm.get("layer") in run.layers
-            else None,
+            "layer": run.layers.index(layer) if layer in run.layers else None,
             "head": alarm.get("head"),
         }
-        for alarm in run.alarms
-    ]
+        alarms.append(mark)
     return {
         "name": run.name,
         "status": str(run.status),
@@ -321,11 +329,11 @@ def short_names(layers: Sequence[str]) -> list[str]:
     ['0', '1']
     """
     parts = [name.split(".") for name in layers]
-    for end in (0, -1):
-        while len({words[end] for words in parts if len(words) > 1}) == 1 and all(
-            len(words) > 1 for words in parts
-        ):
-            parts = [words[1:] if end == 0 else words[:-1] for words in parts]
+    for end, inner in ((0, slice(1, None)), (-1, slice(-1))):
+        while parts and min(map(len, parts)) > 1:
+            if len({words[end] for words in parts}) > 1:
+                break
+            parts = [words[inner] for words in parts]
     short = [".".join(words) for words in parts]
     # A single layer keeps its name, and so do layers that would become alike.
     return short if len(set(short)) == len(short) > 1 else list(layers)
@@ -360,15 +368,14 @@ def _intervention_marks(run: Watched) -> list[dict[str, object]]:
     ]
     marks = []
     for step, events in itertools.groupby(decisions, lambda event: int(event["step"])):
-        labels, texts = dict[str, None](), []
+        labels = dict[str, None]()
+        texts = []
         for event in events:
-            labels[
-                f"{h.MINUS if event.get('release') else ''}{event.get('action')}"
-            ] = None
+            sign = h.MINUS if event.get("release") else ""
+            labels[f"{sign}{event.get('action')}"] = None
             texts.append(str(event.get("text")))
-        marks.append(
-            {"step": step, "label": ", ".join(labels), "text": "\n".join(texts)}
-        )
+        mark = {"step": step, "label": ", ".join(labels), "text": "\n".join(texts)}
+        marks.append(mark)
     return marks
 
 
@@ -398,18 +405,20 @@ def _compared(runs: Sequence[Watched]) -> h.Table:
     """Returns one row per run."""
     rows = []
     for run in runs:
-        first = run.alarms[0]["step"] if run.alarms else math.inf
-        last = {
-            name: h.measured(float(run.overall(name)[-1]) if run.records else math.nan)
-            for name in ("max_logit", "entropy", "train_loss")
-        }
+        last_step, first_alarm = h.cell("–", -1), h.NOTHING
+        last = dict.fromkeys(("max_logit", "entropy", "train_loss"), h.NOTHING)
+        if run.records:
+            last_step = h.cell(f"{run.steps[-1]:,}", run.steps[-1])
+            for name in last:
+                last[name] = h.measured(float(run.overall(name)[-1]))
+        if run.alarms:
+            step = run.alarms[0]["step"]
+            first_alarm = h.cell(f"{step:,}", step)
         peak = float(np.fmax.reduce(run.overall("max_logit"), initial=math.nan))
         cells = [
-            h.cell(f"{run.steps[-1]:,}", run.steps[-1])
-            if run.records
-            else h.cell("–", -1),
+            last_step,
             h.cell(str(len(run.alarms)), len(run.alarms)),
-            h.cell(f"{first:,}", first) if run.alarms else h.NOTHING,
+            first_alarm,
             last["max_logit"],
             h.measured(peak),
             last["entropy"],
