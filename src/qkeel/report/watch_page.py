@@ -169,17 +169,23 @@ def _alarm_cards(run: Watched, is_named: bool) -> list[dict[str, object]]:
         causes.setdefault(str(alarm.get("cause") or CAUSE), []).append(alarm)
     cards = []
     for cause, alarms in causes.items():
-        severities = [str(a.get("severity")) for a in alarms]
-        course = []
+        severities, course = [], []
+        sources = dict[str, None]()
         for alarm in alarms:
-            layer, head = alarm.get("layer"), alarm.get("head")
+            severities.append(str(alarm.get("severity")))
+            layer = alarm.get("layer")
+            head = alarm.get("head")
             place = "" if layer is None else f", {layer}"
-            place += "" if layer is None or head is None else f" head {head}"
+            if layer is not None and head is not None:
+                place += f" head {head}"
             words = [alarm.get(name) for name in ("meaning", "trend", "effect")]
             observed = "; ".join(filter(None, words))
             course.append(f"Step {alarm['step']:,}{place}: {observed}.")
-        remedies = [a["remedy"] for a in _grave(alarms) or alarms if a.get("remedy")]
-        sources = dict.fromkeys(str(a["source"]) for a in alarms if a.get("source"))
+            if alarm.get("source"):
+                sources[str(alarm["source"])] = None
+        remedy = ""
+        for alarm in _grave(alarms) or alarms:
+            remedy = remedy or str(alarm.get("remedy") or "")
         first = alarms[0]["step"]
         when = f"since step {first:,}"
         rules = {str(alarm.get("rule")) for alarm in alarms}
@@ -194,7 +200,7 @@ def _alarm_cards(run: Watched, is_named: bool) -> list[dict[str, object]]:
                 "gravest": max(severities, key=lambda x: (*_GRAVITY, x).index(x)),
                 "title": f"{_capital(cause)} {when}{of_run}",
                 "course": course,
-                "remedy": str(remedies[0]) if remedies else "",
+                "remedy": remedy,
                 "by_autopilot": run.acted and cause == CAUSE,
                 "sources": list(sources),
             }
@@ -212,11 +218,15 @@ def _actions(run: Watched) -> list[dict[str, object]]:
     entries = []
     for events in by_action.values():
         first = events[0]
-        kind = first.get("action") or first.get("event")
-        kind = "release" if first.get("release") else str(kind)
-        texts = [str(event.get("text")) for event in events]
-        more = h.count(len(events) - 1, "more site")
-        entries.append({"kind": kind.replace("_", " "), "texts": texts, "more": more})
+        kind = str(first.get("action") or first.get("event"))
+        if first.get("release"):
+            kind = "release"
+        entry = {
+            "kind": kind.replace("_", " "),
+            "texts": [str(event.get("text")) for event in events],
+            "more": h.count(len(events) - 1, "more site"),
+        }
+        entries.append(entry)
     return entries
 
 
@@ -277,10 +287,13 @@ def chart_data(runs: Sequence[Watched]) -> dict[str, object]:
     for run in shown:
         for name in run.heads.values:
             field = head_field(name)
-            if field is not None:
-                classes = name.partition("/")[2]
-                meaning = f"{field.meaning}: {classes}" if classes else field.meaning
-                fields[name] = {"meaning": meaning, "unit": field.unit}
+            if field is None:
+                continue
+            meaning = field.meaning
+            classes = name.partition("/")[2]
+            if classes:
+                meaning += f": {classes}"
+            fields[name] = {"meaning": meaning, "unit": field.unit}
     data = [_run_data(run, most, MAX_CELLS // len(shown)) for run in shown]
     return {"alarm": ALARM_THRESHOLD, "fields": fields, "runs": data}
 
@@ -446,8 +459,11 @@ def _layers(run: Watched) -> h.Table | None:
     is_typed = any(kind != "full" for kind in run.types.values())
     rows = []
     for i, layer in enumerate(run.layers):
-        cells = [h.Cell(run.types.get(layer, ""))] if is_typed else []
-        cells += [h.measured(float(values[i])) for values in last.values()]
+        cells = []
+        if is_typed:
+            cells.append(h.Cell(run.types.get(layer, "")))
+        for values in last.values():
+            cells.append(h.measured(float(values[i])))
         rows.append((layer, cells))
     return h.Table(
         title=f"Step {run.steps[-1]:,}: {h.count(len(run.layers), 'layer')}",
@@ -471,10 +487,12 @@ def _facts(runs: Sequence[Watched]) -> dict[str, list[str]]:
         recorded = {**run.about, **(run.env.get("versions") or {})}
         for name in ("system", "commit", "command"):
             recorded[name] = run.env.get(name)
-        for name, value in {**recorded, "directory": str(run.path)}.items():
+        recorded["directory"] = str(run.path)
+        for name, value in recorded.items():
             is_shown = name not in ("kind", "sites", "missed", "fields")
             if is_shown and value is not None and value != "":
-                facts.setdefault(name.replace("_", " "), {})[_text(value)] = None
+                values = facts.setdefault(name.replace("_", " "), {})
+                values[_text(value)] = None
     return {name: list(values) for name, values in facts.items()}
 
 
