@@ -87,9 +87,8 @@ def clip_cases(layers: int, heads: int, dim: int, device: str) -> Cases:
         list(h.values())
         for h in (clipped._optimizer_step_pre_hooks, clipped._optimizer_step_post_hooks)
     )
-    tap = next(
-        inspect.unwrap(hook, stop=inspect.ismethod).__self__.tap for hook in after
-    )
+    methods = [inspect.unwrap(hook, stop=inspect.ismethod) for hook in after]
+    (tap,) = [method.__self__.tap for method in methods if inspect.ismethod(method)]
 
     def clip(share: float) -> Case:
         top = torch.full((layers, heads), THRESHOLD / 2, device=device)

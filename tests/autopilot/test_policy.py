@@ -85,6 +85,12 @@ def test_an_action_on_all_heads_stays_on_all_heads_whatever_is_added(decisions, 
     assert Decision.of(decisions[0].row()) == decisions[0]
 
 
+def test_a_decision_is_read_again_with_its_forecast():
+    *_, end = decided(grown(12))
+    assert end.forecast is not None
+    assert Decision.of(end.row()) == end
+
+
 def test_a_decision_that_its_site_refused_when_it_came_has_no_effect():
     refused = [Refused(step=2, action="qk_clip", site="a", reason="no")]
     assert active_actions([clip(1, 0), clip(2, 1)], refused)[CLIP, "a"][1] == (0,)
@@ -131,10 +137,12 @@ def test_logits_are_judged_as_they_enter_the_softmax():
 def test_no_clip_where_a_constant_decides_on_the_largest_logit(largest, action):
     spread = np.full((6, 2, 2), 3.0)
     spread[1:, 1] = 40.0
+    spread[:, 0, 1] = np.nan  # a head that was not measured
     logits = np.full((6, 2, 2), 3.0)
     logits[1:, 1] = largest
     _, act = decided(logits, spread=spread)[:2]
     assert (act.action, act.site) == (action, "b")
+    assert "spread 40;" in act.reason
 
 
 def test_heads_over_the_threshold_join_a_clip():
@@ -192,12 +200,12 @@ def test_what_is_refused_gives_way_to_the_next_action_and_the_end_is_said_once(
 
 def test_a_logit_far_over_the_threshold_under_a_clip_is_said():
     logits = grown(40, 1.0)
-    logits[8:, 1, 1] = 900.0  # the clip does not limit it
-    found = decided(logits)
-    assert [d.action for d in found] == [WATCH, CLIP, NONE]
+    logits[4:, 1, 1] = 46.0  # the clip does not limit it
+    watch, act, end = decided(logits)
+    assert (watch.action, act.action, end.action) == (WATCH, CLIP, NONE)
     # 2 · patience records after the clip.
-    assert found[-1].step == found[1].step + 6
-    logits[4:, 1, 1] = 44.0  # under three times the threshold of 15
+    assert end.step == act.step + 6
+    logits[4:, 1, 1] = 45.0  # three times the threshold of 15
     assert [d.action for d in decided(logits)] == [WATCH, CLIP]
 
 

@@ -1,6 +1,7 @@
 """Promises of an autopilot: bits before the first action, a resume, undoing, faults, ways of training."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from torch.optim import optimizer as optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import qkeel
-from qkeel.autopilot import Action, Decision, Ladder
-from qkeel.errors import InvalidValueError
+from qkeel.autopilot import PACKED_BYTES, Action, Decision, Ladder
+from qkeel.errors import AlarmWarning, InvalidValueError
 from qkeel.monitor import PlannedRates
 
 ABOUT = {"rule": "", "reason": ""}
@@ -63,16 +64,19 @@ def test_factors_on_steps_outlast_a_change_of_heads():
 
 
 def test_a_healthy_run_is_never_touched():
-    without, within = plain(1e-3).train(), run(rate=1e-3, every=4).train()
+    without, within = plain(1e-3).train(), plain(1e-3)
+    within.pilot = qkeel.autopilot(within.model, within.optimizer, policy=EAGER)
+    within.train()
     assert not acted(within)
-    # Every second step during the first four records, then every fourth.
+    # Every second step during the first four records, then every tenth, where nothing else is said.
     steps = within.pilot.recording.history.steps.tolist()
-    assert steps == [0, 2, 4, 6, 8, 12, 16, 20]
+    assert steps == [0, 2, 4, 6, 8, 10, 20]
     assert equal(without.bits(), within.bits())
 
 
 def test_a_checkpoint_of_the_optimizer_stays_small_and_the_run_goes_on(monkeypatch):
     """Records of many heads are thinned: a state may be written once for every parameter."""
+    assert 2 * PACKED_BYTES <= 1 << 20  # with the monitor's, a megabyte at most
     monkeypatch.setattr("qkeel.autopilot.PACKED_BYTES", 1000)
     first, second = run(batch=EXAMPLE).train(0, 16), run(foreign(1), batch=EXAMPLE)
     saved = first.optimizer.state_dict()
@@ -83,6 +87,17 @@ def test_a_checkpoint_of_the_optimizer_stays_small_and_the_run_goes_on(monkeypat
     assert acted(second) == acted(first)
     assert len(second.pilot.recording.history) < len(first.pilot.recording.history)
     assert second.train(16).pilot.remedies.handles
+
+
+def test_each_decision_is_a_warning():
+    within = run()
+    with warned(AlarmWarning) as caught:
+        for tokens in batches(0, 6):
+            gradients = functools.partial(within._gradients, tokens, None)
+            within.optimizer.step(gradients)
+    decisions = {str(decision) for decision in within.pilot.decisions}
+    assert decisions
+    assert decisions <= {*caught}
 
 
 def test_one_line_undoes_all_bit_for_bit():

@@ -196,11 +196,12 @@ def test_torchs_encoder_leaves_its_fast_path(nested):
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).eval()
     x, padding = X.float(), torch.zeros(2, 6, dtype=torch.bool)
     padding[1, 3:] = True
-    qkeel.apply(model, "softcap:cap=0.2", batch=x)
-    for options in ({}, {"src_key_padding_mask": padding}):
-        with torch.no_grad():
-            fast = model(x, **options)
-        assert_close(fast[0], model(x, **options)[0], rtol=0, atol=1e-6)
+    with qkeel.apply(model, "softcap:cap=0.2", batch=x):
+        for options in ({}, {"src_key_padding_mask": padding}):
+            with torch.no_grad():
+                fast = model(x, **options)
+            assert_close(fast[0], model(x, **options)[0], rtol=0, atol=1e-6)
+    assert model.use_nested_tensor == nested
 
 
 # Composition, and what is read
@@ -238,9 +239,10 @@ class TwoWays(Joint):
     def by_either(self, *qkv):
         q, k, v = (y.flatten(0, 1) for y in qkv) if self.merged else qkv
         if self.weights:
-            y = (q @ k.mT * self.scale).softmax(-1) @ v
+            z = (q @ k.mT * self.scale).masked_fill(~CAUSAL, -math.inf)
+            y = z.softmax(-1) @ v
         else:
-            y = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+            y = F.scaled_dot_product_attention(q, k, v, CAUSAL, scale=self.scale)
         return y.reshape(qkv[0].shape)
 
 
@@ -261,13 +263,25 @@ def test_a_softmax_or_a_scale_that_the_example_did_not_show_is_refused(remedy, f
     assert not torch.equal(model(x), changed)
 
 
-def test_a_fused_call_after_a_written_example_is_capped():
-    model, x = TwoWays(), 5 * X.float()
+@pytest.mark.parametrize("folded", [False, True])
+def test_a_fused_call_after_a_written_example_is_capped(folded):
+    model, x = TwoWays(folded), 5 * X.float()
     model.weights = True
     qkeel.apply(model, "softcap:cap=1.0", batch=x)
     written = model(x)
     model.weights = False
     assert_close(model(x), written)
+
+
+def test_attention_inside_of_attention_is_refused():
+    class Outer(Joint):
+        def forward(self, x):
+            return self.inner(super().forward(x))
+
+    model = Outer(F.scaled_dot_product_attention, 16, 4)
+    model.inner = Joint(F.scaled_dot_product_attention, 16, 4)
+    with pytest.raises(RefusedError, match="part of the attention"):
+        qkeel.apply(model, "softcap", batch=X.float())
 
 
 # Hand-written attention: hidden pairs are told from low logits, or the remedy is refused

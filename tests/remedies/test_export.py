@@ -104,9 +104,10 @@ def test_transformers_loads_what_was_written_with_identical_outputs(case, tmp_pa
     files = {f.name: f.read_bytes() for f in source.iterdir()}
     out = convert(source, "qwen3", tmp_path / "deep" / "out")
     assert_loads_as(out, model)
-    assert json.loads((out / "config.json").read_text())["architectures"] == [
-        type(model).__name__
-    ]
+    written = json.loads((out / "config.json").read_text())
+    # Other programs read window settings that transformers leaves aside where it finds the layers' types.
+    assert CASES[case][0].items() <= written.items()
+    assert written["architectures"] == [type(model).__name__]
     assert {f.name: f.read_bytes() for f in source.iterdir()} == files
     assert (out / "tokenizer.json").exists()
     assert [f.name for f in (tmp_path / "deep").iterdir()] == ["out"]

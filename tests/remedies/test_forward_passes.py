@@ -1,10 +1,11 @@
-"""How often the model is run for a remedy: twice to find its attention, and at most twice more."""
+"""How often the model is run for a remedy: once to find its attention, and once more to check what was changed."""
 
 import gc
 
 import pytest
 from tests.drawing import randint
 from tests.training import adamw
+from torch.nn import Embedding
 
 from qkeel import apply
 from qkeel.sites.site_search import ModelTrace
@@ -24,9 +25,10 @@ def tokens():
     "name", ["qk_norm", "softcap", "output_gate", "qk_clip", "sigma_reparam"]
 )
 def test_a_remedy_that_was_applied_keeps_no_tensor_of_the_pass_that_showed_the_attention(
-    name,
+    name, monkeypatch
 ):
-    model = llama()
+    model, passes, embed = llama(), [], Embedding.forward
+    monkeypatch.setattr(Embedding, "forward", lambda *x: passes.append(1) or embed(*x))
     with apply(
         model,
         name,
@@ -34,5 +36,6 @@ def test_a_remedy_that_was_applied_keeps_no_tensor_of_the_pass_that_showed_the_a
         batch=tokens(),
         train_length=64,
     ):
+        assert len(passes) == (1 if name == "qk_clip" else 2)
         gc.collect()
         assert not [x for x in gc.get_objects() if isinstance(x, ModelTrace)]

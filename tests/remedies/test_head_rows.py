@@ -17,6 +17,7 @@ import qkeel
 from qkeel.errors import RefusedError
 from qkeel.remedies.base import Target
 from qkeel.remedies.head_weights import HeadNorms, HeadWeights, check_weights
+from qkeel.remedies.logit_factors import logit_factors
 from qkeel.remedies.shared_maxima import SharedMaxima
 from qkeel.sites import HeadSlice, find_sites
 
@@ -39,6 +40,23 @@ def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused():
     odd = dataclasses.replace(target, sites=[dataclasses.replace(site, terms=terms)])
     with pytest.raises(RefusedError, match="in its rows and in its columns"):
         HeadWeights(odd, "lalr")
+
+
+def test_keys_take_the_factor_of_their_group_unless_groups_have_several_sizes():
+    (site,) = find_sites(attention())
+    (term,) = site.terms
+    query, *keys = [
+        HeadSlice(parameter=f"of {n}", axis=0, index=torch.arange(n)[:, None])
+        for n in (8, 4, 2)
+    ]
+    terms = [dataclasses.replace(term, query=(query,), key=(key,)) for key in keys]
+    site = dataclasses.replace(site, terms=terms[:1], n_heads=8, n_kv_heads=4)
+    of_query, of_key = logit_factors(site, by_group=True)
+    pairs = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert of_query.heads.tolist() == [pair for pair in pairs for _ in pair]
+    assert of_key.heads.tolist() == pairs
+    site = dataclasses.replace(site, terms=terms)
+    assert logit_factors(site, by_group=True) is None
 
 
 # Weights of which each of two processes holds a part.

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tests.attention import to_heads
 from torch import nn
 from torch.testing import assert_close
 
@@ -52,7 +53,11 @@ def test_the_gate_is_a_sigmoid_of_the_input_before_the_output_projection(
 
 
 class Placed(Hand):
-    """Its hidden states come after whole numbers, as positions do."""
+    """Its hidden states come after whole numbers, as positions do, and its projections take them by name."""
+
+    def heads(self, x):
+        sides = (self.q, self.k, self.v)
+        return [to_heads(side(input=x), -1, self.d) for side in sides]
 
     def forward(self, place, x):
         return Hand.forward(self, x)

@@ -10,6 +10,7 @@ from tests.training import SharpnessAware
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import qkeel
 from qkeel.nn import Decoder, DecoderConfig
@@ -184,6 +185,52 @@ def test_what_an_optimizer_without_a_step_holds_is_clipped_too():
     first.step()
     near = torch.full((HEADS,), TAU).double()
     assert_close(model.largest(X), near, rtol=1e-5, atol=0)
+
+
+class Pair(nn.Module):
+    """Two layers, each checkpointed unless `reentrant` is None."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.layers, self.reentrant = nn.ModuleList([Separate(), Separate()]), reentrant
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.reentrant is None:
+                x = x + layer(x)
+            else:
+                x = x + checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("listed", [slice(None), REVERSED])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_optimizers_of_one_weight_each_step_inside_the_backward_pass(listed, reentrant):
+    """As in layer-wise training: the gradients are those of the weights of the pass, and all is clipped before the next."""
+
+    def run(is_clipped):
+        model, x = Pair(reentrant).double(), X.double().requires_grad_()
+        with torch.no_grad():
+            inputs = [x, x + model.layers[0](x)]
+            roots = [y.gamma(z).sqrt() for y, z in zip(model.layers, inputs)]
+        optimizers = {p: SGD([p], lr=0.01) for p in [*model.parameters()][listed]}
+        if is_clipped:
+            tau = f"qk_clip:threshold={TAU}"
+            qkeel.apply(model, tau, [*optimizers.values()], batch=x)
+        for p in optimizers:
+            p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+        model(x).square().sum().backward()
+        model(x)
+        return model.layers, roots
+
+    plain, roots = run(is_clipped=False)
+    clipped, _ = run(is_clipped=True)
+    for layer, root, other in zip(plain, roots, clipped):
+        root = root.repeat_interleave(HEAD_DIM)
+        assert root.min() < 0.9
+        for name, p in layer.named_parameters():
+            factors = 1 if name[0] == "v" else root if p.ndim < 2 else root[:, None]
+            assert_close(other.get_parameter(name).detach(), p.detach() * factors)
 
 
 @pytest.mark.parametrize("seed", range(4))

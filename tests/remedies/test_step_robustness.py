@@ -221,12 +221,26 @@ class Layers(torch.nn.Module):
         return x
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("remedy", [*STEP, "frozen_qk", "spectral_cap"])
-def test_attention_that_is_put_in_later_is_told_once(remedy, own):
-    def layer():
-        return qkeel.nn.Attention(16, 2) if own else Attention(m=16)
+class SelfAttention(torch.nn.MultiheadAttention):
+    """torch's own, of one argument."""
 
+    def forward(self, x):
+        return super().forward(x, x, x)[0]
+
+
+LAYERS = {
+    "plain": lambda: Attention(m=16),
+    "own": lambda: qkeel.nn.Attention(16, 2),
+    "torch": lambda: SelfAttention(16, 2, batch_first=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later"), [("plain", "plain"), ("own", "own"), ("plain", "torch")]
+)
+@pytest.mark.parametrize("remedy", [*STEP, "frozen_qk", "spectral_cap"])
+def test_attention_that_is_put_in_later_is_told_once(remedy, earlier, later):
+    layer = LAYERS[earlier]
     torch.manual_seed(0)
     model, x = Layers(layer(), layer()), torch.randn(2, 5, 16)
     optimizer = sgd(model)
@@ -240,7 +254,7 @@ def test_attention_that_is_put_in_later_is_told_once(remedy, own):
                 assert warned == []
                 # Without attention, it is no layer.
                 model.layers.append(torch.nn.Linear(16, 16))
-                model.layers.append(layer())
+                model.layers.append(LAYERS[later]())
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

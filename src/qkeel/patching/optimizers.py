@@ -288,4 +288,9 @@ def filling_state() -> bool:
 
 def in_real_steps(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps an optimizer hook so that it skips steps that only initialise the state."""
-    return lambda *args: None if filling_state() else hook(*args)
+
+    @functools.wraps(hook)
+    def act(*args: object) -> Any:
+        return None if filling_state() else hook(*args)
+
+    return act

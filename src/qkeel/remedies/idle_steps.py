@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qkeel import distributed as dist
 from qkeel.errors import caution
 from qkeel.handle import Handle, compose
+from qkeel.nn.attention import SpecModule
 from qkeel.patching.autograd import writes_to
 from qkeel.patching.forward import DormantHook, in_extra_pass
 from qkeel.patching.module_tables import (
@@ -26,6 +27,7 @@ from qkeel.remedies.base import Remedy, Target, active_on, module_name
 # Passes before which the weights changed without a step of the remedy's optimizer. One is a loaded state or a
 # perturbation of the weights, as sharpness-aware steps make it; three are another optimizer's training.
 _PASSES = 3
+_KINDS = (nn.MultiheadAttention, SpecModule)
 
 
 def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
@@ -43,8 +45,8 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
     # The sum of the weights' versions before the last pass, if no step of the optimizer followed it.
     version: int | None = None
     passes, has_warned = 0, False
-    # A new layer is an instance of a class that makes attention calls in this model.
-    kinds = tuple({type(site.module) for site in target.sites})
+    # A new layer is an instance of a class that makes attention calls in this model, or of one that everybody knows.
+    kinds = (*{type(site.module) for site in target.sites}, *_KINDS)
     known = weakref.WeakSet[nn.Module](model.modules())
     listed = tree.named()
 

@@ -22,6 +22,7 @@ from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
 from qkeel.kernels.statistics import plain_max_stats, stats_of_rows
 from qkeel.nn.attention import SpecModule
+from qkeel.patching.forward import DormantHook
 from qkeel.patching.guards import FaultGuard
 from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import HeadsBySite, Target, active_at, where
@@ -156,6 +157,10 @@ class QKClip(StepRemedy):
         hook = optimizer.register_step_post_hook(in_real_steps(clip.after_step))
         saving = optimizer.register_state_dict_pre_hook(clip.before_saving)
         hooks = [Handle(hook.remove), Handle(saving.remove)]
+        if len(weights.optimizers) > 1:
+            late = DormantHook(clip.before_pass)
+            hook = target.model.register_forward_pre_hook(late, with_kwargs=True)
+            hooks.append(Handle(hook.remove))
         handles = compose([Handle(clip.remove), matched, *hooks])
         return Handle(handles.remove, state=matched.state, load=matched.load)
 
@@ -228,6 +233,8 @@ class _Clip:
         #: The passes of the first step may have come before the clip, as an autopilot applies one between the steps of
         #: two optimizers.
         self._is_first_step = True
+        #: An optimizer that stepped inside a backward pass, after which nothing is clipped yet.
+        self._late: weakref.ref[Optimizer] | None = None
         #: Which heads the option `heads` leaves out, if it is given.
         self._unnamed: Tensor | None = None
         if remedy.heads is not None:
@@ -283,7 +290,13 @@ class _Clip:
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Clips the heads by the maxima since the last step that was not skipped."""
+        """Clips the heads by the maxima since the last step that was not skipped.
+
+        Several optimizers may step inside a backward pass, each as soon as its weights have gradients. What is left of the
+        pass reads the weights of the others, so all are clipped before the next pass of the model."""
+        if len(self._optimizers) > 1 and torch._C._current_graph_task_id() >= 0:
+            self._late = weakref.ref(optimizer)
+            return
         # The step has come, so a pass that no gradient has reached is not trained by it.
         self.tap.settle()
         # What was not trained is dropped.
@@ -309,6 +322,12 @@ class _Clip:
             self._clip(self.shared.over_all(maxima), infinite)
         else:
             self._run_of_clips = None
+
+    def before_pass(self, *_: object) -> None:
+        """Clips what a step inside a backward pass has left to clip."""
+        optimizer, self._late = self._late and self._late(), None
+        if optimizer is not None:
+            self.after_step(optimizer)
 
     @torch.no_grad()
     def before_saving(self, *_: object) -> None:

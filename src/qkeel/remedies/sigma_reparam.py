@@ -275,23 +275,22 @@ def _weights_of(module: nn.Module) -> list[str]:
 
 def _check(name: str, layer: nn.Module, parameter: str) -> None:
     weight = parameters_of(layer).get(parameter)
-    description = "the weight" if parameter == "weight" else parameter
     if weight is None:
         raise RefusedError(
-            f"sigma_reparam: {description} of {name} is already reparametrised; remove that parametrisation first"
+            f"sigma_reparam: {parameter} of {name} is already reparametrised; remove that parametrisation first"
         )
     if is_wrapper(dist.local(weight)) or not weight.is_floating_point():
         raise RefusedError(
-            f"sigma_reparam: {description} of {name} is quantised ({type(weight).__name__}), and no norm of it can be "
+            f"sigma_reparam: {parameter} of {name} is quantised ({type(weight).__name__}), and no norm of it can be "
             "learned; apply it to a model that is not quantised, or use softcap, which needs no weights"
         )
     if not bool(torch.isfinite(weight).all()):
         raise NonFiniteError(
-            f"sigma_reparam: {description} of {name} holds NaN or infinity; load finite weights"
+            f"sigma_reparam: {parameter} of {name} holds NaN or infinity; load finite weights"
         )
     if not bool(weight.any()):
         raise RefusedError(
-            f"sigma_reparam: {description} of {name} is all zeros, so it has no direction to scale; initialise "
+            f"sigma_reparam: {parameter} of {name} is all zeros, so it has no direction to scale; initialise "
             "it randomly, or leave it out with on=attention"
         )
 

@@ -30,8 +30,8 @@ from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.capture.known_sites import INDEX, layer_of
 from qkeel.capture.visible_pattern import KeyOrigin
 from qkeel.functional.norms import widest
-from qkeel.patching.autograd import nodes_of, variable_of
-from qkeel.sites.graph import leaves_of, names_of
+from qkeel.patching.autograd import nodes_of
+from qkeel.sites.graph import names_of
 from qkeel.sites.module_copy import LoneCall, PartOfArguments
 from qkeel.sites.norms import seen_gains
 from qkeel.sites.rows import (
@@ -52,9 +52,6 @@ from qkeel.sites.site import (
 from qkeel.sites.verify import CallPlace, Verification, products_of_call
 from qkeel.spec import AttentionCall
 
-# What a norm adds under its root changes lengths by less than this fraction.
-_ONE_LENGTH = 1e-3
-
 Gains = tuple[NormGain, ...]
 
 
@@ -65,37 +62,28 @@ class OperandNorms:
     Attributes:
         width: the number of features over which a logit is summed.
         lengths: the norm of each vector.
-        tables: the names of the parameters of which the operand is a view or a selection of entries, as with relative
-            positions; empty if the operand was computed from the input.
-        rounding: the relative difference that rounding may cause between the norms of normed vectors.
     """
 
     width: int
     lengths: Float[Tensor, "b h t"]
-    tables: frozenset[str]
-    rounding: float
 
     @classmethod
-    def of(cls, x: Tensor, tables: Iterable[str] = ()) -> OperandNorms:
+    def of(cls, x: Tensor) -> OperandNorms:
         """Reads q or k [b h t d] of a call."""
         return cls(
             width=x.shape[-1],
             lengths=x.detach().to(widest(x.device)).norm(dim=-1),
-            tables=frozenset(tables),
-            rounding=max(_ONE_LENGTH, 2 * torch.finfo(x.dtype).eps),
         )
 
-    def normed(self, over: str, tolerance: float | None = None) -> bool:
-        """True if all vectors of a head, or of all heads together, have the same norm (or are zero), up to rounding or
-        up to the relative `tolerance`."""
-        if self.tables:
-            return True
+    def normed(self, over: str, tolerance: float) -> bool:
+        """True if all vectors of a head, or of all heads together, have the same norm (or are zero), up to the relative
+        `tolerance`."""
         lengths = self.lengths
         if over != "head":
             lengths = lengths.square().sum(1, keepdim=True).sqrt()
         most = lengths.amax((0, 2))
         least = lengths.where(lengths > 0, most[None, :, None]).amin((0, 2))
-        return bool((most - least <= max(self.rounding, tolerance or 0.0) * most).all())
+        return bool((most - least <= tolerance * most).all())
 
     def extremes(self) -> tuple[float, float]:
         """The smallest and the largest mean square among the nonzero vectors."""
@@ -177,18 +165,9 @@ class ModuleTrace:
 
     def operands(self, name: str) -> list[tuple[OperandNorms, OperandNorms]]:
         """The operands of every product of a site's first call, if it was fully observed."""
-        names, first = names_of(self.lone.part), self.calls[name][0]
-        stops = nodes_of(first.frame.inputs)
-
-        def norms(x: Tensor) -> OperandNorms:
-            leaves = leaves_of(x.grad_fn, stops) or ()
-            return OperandNorms.of(
-                x, [names.get(id(variable_of(leaf)), "") for leaf in leaves]
-            )
-
         return [
-            (norms(q), norms(k))
-            for q, k in products_of_call(first.call)
+            (OperandNorms.of(q), OperandNorms.of(k))
+            for q, k in products_of_call(self.calls[name][0].call)
             if q is not None and k is not None
         ]
 
