@@ -90,3 +90,10 @@ def test_records_that_do_not_fit_are_refused_and_leave_no_trace():
     assert len(recording) == len(recording.history) == 3
     recording.append({"step": 9, "lr": 0.1}, {"max_logit": heads_at(3)})
     assert recording.history.steps[-1] == 9
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 1), (3,), (2, 4)])
+def test_numbers_of_another_shape_are_refused_and_do_not_stand_for_all(shape):
+    recording = record(2)
+    with pytest.raises(ShapeError, match="max_logit"):
+        recording.append({"step": 9}, {"max_logit": np.ones(shape)})

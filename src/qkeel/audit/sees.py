@@ -149,6 +149,8 @@ def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
                 Status.NOT_KNOWN,
                 f"{rounded!r} moves by no more than rounding when tokens change that must not matter{coarse}{left_out}",
             )
+    elif rounded and passes.dtype == torch.float32:
+        coarse = "; a leak as small would look the same: check a copy in float64 too"
     return _verdict(
         Status.HEALTHY,
         f"sees what it should ({words}): {', '.join(judged)} did not move{note} in {len(trials)} trials{coarse}{left_out}",

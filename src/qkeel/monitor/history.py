@@ -225,13 +225,21 @@ class Recording:
         measured. heads: name -> [layers heads] for names in records.HEAD_FIELDS, NaN where a layer has fewer heads.
         Records may have different names; a missing value is NaN.
 
-        Raises: ShapeError if the step does not come after the last recorded step.
+        Raises: ShapeError if the step does not come after the last recorded step, or if a shape differs from that in
+            the previous record.
         """
         heads = {name: np.asarray(x) for name, x in (heads or {}).items()}
         if not number(values.get("step")) > self.last:
             raise ShapeError(
                 f"expected a record of a step after {self.last:g}, got step {values.get('step')}"
             )
+        for name, of_heads in heads.items():
+            column = self._columns["heads"].get(name)
+            # Another shape might broadcast, so that one layer's numbers would stand for all.
+            if column is not None and column.shape[1:] != of_heads.shape:
+                raise ShapeError(
+                    f"expected {name!r} of shape {column.shape[1:]} as before, got {of_heads.shape}"
+                )
         # The record before the last was kept for rules that compare two; now it stays only if it is on the grid.
         self._keep(_TAIL - 1)
         rate, n = number(values.get("lr")), self._kept

@@ -62,7 +62,7 @@ class Sample:
     monitor: Mapping[str, float] = dataclasses.field(
         default_factory=dict
     )  #: on the monitor itself, see MONITOR_FIELDS
-    #: type of each layer (see capture.visible_pattern), including layers without logits, which are in no other field
+    #: type of each layer (see capture.visible_pattern), where it is known
     types: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:

@@ -199,7 +199,7 @@ def _class_of_id(source: Mapping[str, Ids]) -> Tensor:
     for name, ids in source.items():
         try:
             numbers = torch.as_tensor([*ids] if isinstance(ids, range) else ids)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):
             # The check below refuses it.
             numbers = torch.empty(0)
         if (

@@ -194,7 +194,8 @@ class RunDirectory:
             is_written = numbers in sizes or numbers not in RECORDS
             if is_written and not (self.path / name).exists():
                 raise DamagedFileError(
-                    f"{self.path / name} is missing, but the run has ended, so it was lost. Restore it, or run again."
+                    f"{self.path / name} is missing, but the run has ended, so it was lost. Restore it, or delete {self.path} "
+                    "and run again."
                 )
 
     def _check_sizes(self, sizes: FileSizes) -> None:
@@ -204,7 +205,7 @@ class RunDirectory:
             if size < written:
                 raise DamagedFileError(
                     f"{self.path / name} has {size:,} bytes, but {written:,} bytes were written, so it was damaged. "
-                    "Restore it, or run again."
+                    f"Restore it, or delete {self.path} and run again."
                 )
 
     def _lines(self, name: str, key: str = "step") -> list[JSONObject]:
@@ -214,7 +215,7 @@ class RunDirectory:
             if not isinstance(line.get(key), (int, float)):
                 raise DamagedFileError(
                     f"{self.path / name}, line {number} has no {key}; expected a number. It is damaged or has a "
-                    "different format; restore it or run again."
+                    f"different format; restore it, or delete {self.path} and run again."
                 )
         return lines
 

@@ -93,7 +93,9 @@ def _meta(study: StudyData) -> str:
 def _lead(study: StudyData) -> str:
     compared, unit = primary_cell(study), study.loss_unit()
     if compared is None:
-        row = study.runs[0].row if len(study.runs) == 1 else None
+        if len(study.runs) != 1:
+            return ""
+        row = study.runs[0].row
         if row is None:
             return ""
         return (
@@ -103,15 +105,15 @@ def _lead(study: StudyData) -> str:
     cell, baseline = compared
     gain = cell.gain
     assert gain is not None
-    side, interval = "higher" if gain.mean < 0 else "lower", gain.interval()
+    side, sign = ("higher", -1) if gain.mean < 0 else ("lower", 1)
+    interval = gain.interval()
     if gain.effect is not None and math.isfinite(gain.effect.high):
-        sign = -1 if side == "higher" else 1
-        low, high = map(
-            h.loss, sorted((sign * gain.effect.low, sign * gain.effect.high))
-        )
+        ends = sorted((sign * gain.effect.low, sign * gain.effect.high))
+        low, high = map(h.loss, ends)
         interval = f"95 % interval {low} to {high}, {h.count(gain.n, 'seed')}"
-    setting = f"LR {h.rate(cell.lr)}"
-    setting = f"{cell.part}, {setting}:" if len(study.parts()) > 1 else f"At {setting},"
+    setting = f"At LR {h.rate(cell.lr)},"
+    if len(study.parts()) > 1:
+        setting = f"{cell.part}, LR {h.rate(cell.lr)}:"
     return (
         f"{setting} the largest attention logit is {h.number(cell.max_logit)} with {cell.remedy} and "
         f"{h.number(baseline.max_logit)} with {baseline.remedy}; held-out loss is {h.loss(abs(gain.mean))} {unit} "
@@ -294,7 +296,8 @@ def _table(study: StudyData) -> h.Table:
     rows = []
     for cell in table:
         losses = list(cell.values("val_loss").values())
-        mean, spread = statistics.fmean(losses), ""
+        mean = statistics.fmean(losses)
+        spread = ""
         if len(losses) > 1:
             spread = f"{h.loss(min(losses))} to {h.loss(max(losses))}"
         row = [

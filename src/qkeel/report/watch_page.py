@@ -29,27 +29,35 @@ from qkeel.report.watched_runs import Watched, overall
 def watch_page(runs: Sequence[Watched]) -> dict[str, object]:
     """Returns what the page about watched runs shows."""
     present = charts(runs)
-    models = list(dict.fromkeys(str(run.about.get("model") or "model") for run in runs))
     several = len(runs) > 1
-    light, sentence = verdict(runs[0])
+    first = runs[0]
+    light, lead = verdict(first)
+    if several:
+        models = dict.fromkeys(str(run.about.get("model") or "model") for run in runs)
+        title = f"{h.count(len(runs), 'watched run')} of {h.listing(list(models))}"
+        lead = ""
+        limits = [f"{run.name}: {verdict(run)[1]}" for run in runs]
+    else:
+        title = f"{first.about.get('model') or 'model'}, watched"
+        limits = cautions(first)
+    alarms, actions = [], []
+    for run in runs:
+        alarms += _alarm_cards(run, several)
+        actions += _actions(run)
     return {
         "template": "watch.html",
-        "title": f"{h.count(len(runs), 'watched run')} of {h.listing(models)}"
-        if several
-        else f"{models[0]}, watched",
+        "title": title,
         "meta": _meta(runs),
-        "lead": "" if several else sentence,
+        "lead": lead,
         "light": light,
         "harmful": h.number(HARMFUL_LOGIT),
-        "fixes": fix(runs[0]),
-        "cautions": [f"{run.name}: {verdict(run)[1]}" for run in runs]
-        if several
-        else cautions(runs[0]),
+        "fixes": fix(first),
+        "cautions": limits,
         "charts": present,
-        "alarms": [card for run in runs for card in _alarm_cards(run, several)],
-        "actions": [action for run in runs for action in _actions(run)],
+        "alarms": alarms,
+        "actions": actions,
         "compared": _compared(runs) if several else None,
-        "layers": None if several else _layers(runs[0]),
+        "layers": None if several else _layers(first),
         "facts": _facts(runs),
         "data": chart_data(runs) if present else None,
         "drawing": "watch.js",
@@ -63,7 +71,8 @@ def _meta(runs: Sequence[Watched]) -> str:
             f"{run.name}: {h.count(len(run.records), 'sample')}" for run in runs
         )
     run = runs[0]
-    size, optimizer = run.about.get("parameters"), run.about.get("optimizer")
+    size = run.about.get("parameters")
+    optimizer = run.about.get("optimizer")
     remedies = [str(x) for x in run.about.get("remedies") or ()]
     phrases = [
         h.count(size, "parameter") if isinstance(size, int) else "",
@@ -160,17 +169,23 @@ def _alarm_cards(run: Watched, is_named: bool) -> list[dict[str, object]]:
         causes.setdefault(str(alarm.get("cause") or CAUSE), []).append(alarm)
     cards = []
     for cause, alarms in causes.items():
-        severities = [str(a.get("severity")) for a in alarms]
-        course = []
+        severities, course = [], []
+        sources = dict[str, None]()
         for alarm in alarms:
-            layer, head = alarm.get("layer"), alarm.get("head")
+            severities.append(str(alarm.get("severity")))
+            layer = alarm.get("layer")
+            head = alarm.get("head")
             place = "" if layer is None else f", {layer}"
-            place += "" if layer is None or head is None else f" head {head}"
+            if layer is not None and head is not None:
+                place += f" head {head}"
             words = [alarm.get(name) for name in ("meaning", "trend", "effect")]
             observed = "; ".join(filter(None, words))
             course.append(f"Step {alarm['step']:,}{place}: {observed}.")
-        remedies = [a["remedy"] for a in _grave(alarms) or alarms if a.get("remedy")]
-        sources = dict.fromkeys(str(a["source"]) for a in alarms if a.get("source"))
+            if alarm.get("source"):
+                sources[str(alarm["source"])] = None
+        remedy = ""
+        for alarm in _grave(alarms) or alarms:
+            remedy = remedy or str(alarm.get("remedy") or "")
         first = alarms[0]["step"]
         when = f"since step {first:,}"
         rules = {str(alarm.get("rule")) for alarm in alarms}
@@ -185,7 +200,7 @@ def _alarm_cards(run: Watched, is_named: bool) -> list[dict[str, object]]:
                 "gravest": max(severities, key=lambda x: (*_GRAVITY, x).index(x)),
                 "title": f"{_capital(cause)} {when}{of_run}",
                 "course": course,
-                "remedy": str(remedies[0]) if remedies else "",
+                "remedy": remedy,
                 "by_autopilot": run.acted and cause == CAUSE,
                 "sources": list(sources),
             }
@@ -203,11 +218,15 @@ def _actions(run: Watched) -> list[dict[str, object]]:
     entries = []
     for events in by_action.values():
         first = events[0]
-        kind = first.get("action") or first.get("event")
-        kind = "release" if first.get("release") else str(kind)
-        texts = [str(event.get("text")) for event in events]
-        more = h.count(len(events) - 1, "more site")
-        entries.append({"kind": kind.replace("_", " "), "texts": texts, "more": more})
+        kind = str(first.get("action") or first.get("event"))
+        if first.get("release"):
+            kind = "release"
+        entry = {
+            "kind": kind.replace("_", " "),
+            "texts": [str(event.get("text")) for event in events],
+            "more": h.count(len(events) - 1, "more site"),
+        }
+        entries.append(entry)
     return entries
 
 
@@ -268,10 +287,13 @@ def chart_data(runs: Sequence[Watched]) -> dict[str, object]:
     for run in shown:
         for name in run.heads.values:
             field = head_field(name)
-            if field is not None:
-                classes = name.partition("/")[2]
-                meaning = f"{field.meaning}: {classes}" if classes else field.meaning
-                fields[name] = {"meaning": meaning, "unit": field.unit}
+            if field is None:
+                continue
+            meaning = field.meaning
+            classes = name.partition("/")[2]
+            if classes:
+                meaning += f": {classes}"
+            fields[name] = {"meaning": meaning, "unit": field.unit}
     data = [_run_data(run, most, MAX_CELLS // len(shown)) for run in shown]
     return {"alarm": ALARM_THRESHOLD, "fields": fields, "runs": data}
 
@@ -287,18 +309,17 @@ def _run_data(run: Watched, most: int, cells: int) -> dict[str, object]:
         by_layer = run.by_layer(name)
         if by_layer is not None:
             layer_series[name] = [h.series(line) for line in by_layer[rows].T]
-    alarms = [
-        {
+    alarms = []
+    for alarm in run.alarms:
+        layer = alarm.get("layer")
+        mark = {
             "step": int(alarm["step"]),
             "severity": str(alarm.get("severity")),
             "rule": str(alarm.get("rule")),
-            "layer": run.layers.index(alarm["layer"])
-            if alarm.get("layer") in run.layers
-            else None,
+            "layer": run.layers.index(layer) if layer in run.layers else None,
             "head": alarm.get("head"),
         }
-        for alarm in run.alarms
-    ]
+        alarms.append(mark)
     return {
         "name": run.name,
         "status": str(run.status),
@@ -321,11 +342,11 @@ def short_names(layers: Sequence[str]) -> list[str]:
     ['0', '1']
     """
     parts = [name.split(".") for name in layers]
-    for end in (0, -1):
-        while len({words[end] for words in parts if len(words) > 1}) == 1 and all(
-            len(words) > 1 for words in parts
-        ):
-            parts = [words[1:] if end == 0 else words[:-1] for words in parts]
+    for end, inner in ((0, slice(1, None)), (-1, slice(-1))):
+        while parts and min(map(len, parts)) > 1:
+            if len({words[end] for words in parts}) > 1:
+                break
+            parts = [words[inner] for words in parts]
     short = [".".join(words) for words in parts]
     # A single layer keeps its name, and so do layers that would become alike.
     return short if len(set(short)) == len(short) > 1 else list(layers)
@@ -360,15 +381,14 @@ def _intervention_marks(run: Watched) -> list[dict[str, object]]:
     ]
     marks = []
     for step, events in itertools.groupby(decisions, lambda event: int(event["step"])):
-        labels, texts = dict[str, None](), []
+        labels = dict[str, None]()
+        texts = []
         for event in events:
-            labels[
-                f"{h.MINUS if event.get('release') else ''}{event.get('action')}"
-            ] = None
+            sign = h.MINUS if event.get("release") else ""
+            labels[f"{sign}{event.get('action')}"] = None
             texts.append(str(event.get("text")))
-        marks.append(
-            {"step": step, "label": ", ".join(labels), "text": "\n".join(texts)}
-        )
+        mark = {"step": step, "label": ", ".join(labels), "text": "\n".join(texts)}
+        marks.append(mark)
     return marks
 
 
@@ -398,18 +418,20 @@ def _compared(runs: Sequence[Watched]) -> h.Table:
     """Returns one row per run."""
     rows = []
     for run in runs:
-        first = run.alarms[0]["step"] if run.alarms else math.inf
-        last = {
-            name: h.measured(float(run.overall(name)[-1]) if run.records else math.nan)
-            for name in ("max_logit", "entropy", "train_loss")
-        }
+        last_step, first_alarm = h.cell("–", -1), h.NOTHING
+        last = dict.fromkeys(("max_logit", "entropy", "train_loss"), h.NOTHING)
+        if run.records:
+            last_step = h.cell(f"{run.steps[-1]:,}", run.steps[-1])
+            for name in last:
+                last[name] = h.measured(float(run.overall(name)[-1]))
+        if run.alarms:
+            step = run.alarms[0]["step"]
+            first_alarm = h.cell(f"{step:,}", step)
         peak = float(np.fmax.reduce(run.overall("max_logit"), initial=math.nan))
         cells = [
-            h.cell(f"{run.steps[-1]:,}", run.steps[-1])
-            if run.records
-            else h.cell("–", -1),
+            last_step,
             h.cell(str(len(run.alarms)), len(run.alarms)),
-            h.cell(f"{first:,}", first) if run.alarms else h.NOTHING,
+            first_alarm,
             last["max_logit"],
             h.measured(peak),
             last["entropy"],
@@ -437,8 +459,11 @@ def _layers(run: Watched) -> h.Table | None:
     is_typed = any(kind != "full" for kind in run.types.values())
     rows = []
     for i, layer in enumerate(run.layers):
-        cells = [h.Cell(run.types.get(layer, ""))] if is_typed else []
-        cells += [h.measured(float(values[i])) for values in last.values()]
+        cells = []
+        if is_typed:
+            cells.append(h.Cell(run.types.get(layer, "")))
+        for values in last.values():
+            cells.append(h.measured(float(values[i])))
         rows.append((layer, cells))
     return h.Table(
         title=f"Step {run.steps[-1]:,}: {h.count(len(run.layers), 'layer')}",
@@ -462,10 +487,12 @@ def _facts(runs: Sequence[Watched]) -> dict[str, list[str]]:
         recorded = {**run.about, **(run.env.get("versions") or {})}
         for name in ("system", "commit", "command"):
             recorded[name] = run.env.get(name)
-        for name, value in {**recorded, "directory": str(run.path)}.items():
+        recorded["directory"] = str(run.path)
+        for name, value in recorded.items():
             is_shown = name not in ("kind", "sites", "missed", "fields")
             if is_shown and value is not None and value != "":
-                facts.setdefault(name.replace("_", " "), {})[_text(value)] = None
+                values = facts.setdefault(name.replace("_", " "), {})
+                values[_text(value)] = None
     return {name: list(values) for name, values in facts.items()}
 
 
