@@ -218,7 +218,8 @@ class ChangedCalls(InstanceForward):
                     "qk_clip or lalr"
                 )
             hidden = z.detach().masked_fill(visible, -math.inf)
-            self.note(float(hidden.max()))
+            # An expert may have received no tokens.
+            self.note(float(hidden.max()) if hidden.numel() else -math.inf)
         # 0 in place of -inf, which would be NaN times a factor of 0 or in a gradient.
         z = torch.where(visible, z, 0.0)
         if self.spec.scale != self.base.scale:
