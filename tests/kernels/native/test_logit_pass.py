@@ -49,8 +49,10 @@ def check(call, case):
             allowed = 2 * ((other - true)[apart].abs().max() + 3e-7 * size)
             assert error.max() <= allowed, f"{name}, {case}: {mine} for {true}"
     extremes = max_stats(call)
-    for name in ("max_logit", "min_logit", "logit_spread"):
+    for name in ("max_logit", "min_logit"):
         assert torch.equal(getattr(extremes, name), getattr(ours, name)), case
+    # The mean of a row is a product with summed keys, which the two sum in blocks of other sizes.
+    same(extremes, ours, {"logit_spread"}, atol=1e-5)
 
 
 @pytest.mark.parametrize(
