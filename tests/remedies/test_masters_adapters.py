@@ -150,6 +150,16 @@ def test_a_frozen_base_is_not_scaled_unless_asked():
     assert not optimizer._optimizer_step_post_hooks
 
 
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_the_refusal_names_the_weight_that_is_frozen(side):
+    model = llama()
+    frozen = QUERY.replace("q_proj", f"{side}_proj")
+    model.get_parameter(frozen).requires_grad_(False)
+    optimizer = adamw(model)
+    with pytest.raises(RefusedError, match=f"scale {frozen}, which is frozen"):
+        qkeel.apply(model, "qk_clip:groups=group", optimizer, batch=batch())
+
+
 @PEFT
 @pytest.mark.parametrize(
     "remedy",

@@ -182,7 +182,8 @@ def _clipped_by(
         trained.append(weights if remedy.frozen == "refuse" else [])
         for factor in factors_of_site:
             s = factor.weight
-            if not all(p.requires_grad for p in trained[-1]):
+            is_frozen = not target.parameter(s.parameter).requires_grad
+            if is_frozen and remedy.frozen == "refuse":
                 raise RefusedError(
                     f"qk_clip would scale {s.parameter}, which is frozen, and an adapter saved without it "
                     "would no longer fit: use lalr, which acts on the adapters alone, or set frozen=scale and save "

@@ -62,7 +62,7 @@ def spec_gains(
     )
 
 
-def seen_gains(side: Side, known: set[str]) -> tuple[NormGain, ...]:
+def seen_gains(side: Side, projections: set[str]) -> tuple[NormGain, ...]:
     """The gains by which q or k [b h t d] are multiplied after their last norm, and the biases that are added there.
 
     A head x is linear in them: x = (offset + gain) · n + bias, whatever rotates it later. So the derivatives of a sum of
@@ -70,12 +70,12 @@ def seen_gains(side: Side, known: set[str]) -> tuple[NormGain, ...]:
 
     Args:
         side: the q or k of a call, in whose graph there is a norm.
-        known: the parameters of its projections.
+        projections: the names of the parameters of its projections.
 
     Returns: empty unless every head has one gain, with at most one bias.
     """
     x = side.x
-    uses = _parameters_after(side, known)
+    uses = _parameters_after(side, projections)
     by_use: dict[tuple[str, str | None, float], dict[int, list[Tensor]]] = {}
     for h in range(x.shape[1] if uses else 0):
         head = x[:, h]
@@ -112,12 +112,12 @@ def seen_gains(side: Side, known: set[str]) -> tuple[NormGain, ...]:
         by_use.setdefault(key, {})[h] = [
             used[name][1].flatten().nonzero().flatten().cpu() for name in gains + biases
         ]
-    found = []
+    norm_gains: list[NormGain] = []
     for (gain, bias, offset), entries in by_use.items():
         index, *of_bias = map(_stacked, zip(*entries.values()))
         if index is None or None in of_bias:
             return ()
-        found.append(
+        norm_gains.append(
             NormGain(
                 heads=tuple(entries),
                 parameter=gain,
@@ -127,7 +127,7 @@ def seen_gains(side: Side, known: set[str]) -> tuple[NormGain, ...]:
                 bias_index=of_bias[0] if of_bias else None,
             )
         )
-    return tuple(found)
+    return tuple(norm_gains)
 
 
 class _Use(NamedTuple):
@@ -137,7 +137,7 @@ class _Use(NamedTuple):
     is_added: bool
 
 
-def _parameters_after(side: Side, known: set[str]) -> Mapping[str, _Use]:
+def _parameters_after(side: Side, projections: set[str]) -> Mapping[str, _Use]:
     """The parameters that are multiplied or added between the projections and q or k, by name."""
     stops = nodes_of(side.around.inputs) | {p.node for p in side.walk.nearest}
     uses: dict[str, _Use] = {}
@@ -152,12 +152,12 @@ def _parameters_after(side: Side, known: set[str]) -> Mapping[str, _Use]:
         queue += [] if node.name() in _FUSED else inputs_of(node)
         if len(inputs_of(node)) < 2:
             continue
-        for place, (operand, _) in enumerate(node.next_functions):
+        for position, (operand, _) in enumerate(node.next_functions):
             parameter = None if operand is None else _parameter(operand)
             name = side.names.get(id(parameter), "")
-            if parameter is None or not name or name in known:
+            if parameter is None or not name or name in projections:
                 continue
-            is_bias = node.name() in _FUSED and place == 2
+            is_bias = node.name() in _FUSED and position == 2
             is_added = node.name().startswith(("AddBackward", "SubBackward"))
             uses[name] = _Use(parameter, is_bias or is_added)
     return uses

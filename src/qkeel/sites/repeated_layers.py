@@ -54,9 +54,9 @@ class KnownModule:
         calls = trace.calls[self._site.name]
         places = [trace.places[call.name] for call in calls]
         self._repeated = RepeatedCalls(self._site, places)
-        own_calls = self._calls_of(frame.module)
-        self._facts = [_facts_of(call) for call in own_calls]
-        self._numbers = [x for call in own_calls for x in _numbers_of(call)]
+        references = self._calls_of(frame.module)
+        self._facts = [_facts_of(call) for call in references]
+        self._numbers = [x for call in references for x in _numbers_of(call)]
         if not all(bool(x.nan_to_num(0.0).any()) for x in self._numbers):
             raise CannotRerunError("zeros show nothing")
 
@@ -96,12 +96,12 @@ class KnownModule:
     def _has_settings(self, module: nn.Module, name: str) -> bool:
         """True if a module has the same settings. Each may hold the numbers in its name, such as that of its layer."""
         settings = _settings_of(module)
-        numbers, others = (
+        own_numbers, its_numbers = (
             {int(x) for x in path.split(".") if x.isdigit()}
             for path in (self._name, name)
         )
         return settings.keys() == self._settings.keys() and all(
-            a == b or (type(a) is int and a in numbers and b in others)
+            a == b or (type(a) is int and a in own_numbers and b in its_numbers)
             for a, b in zip(self._settings.values(), settings.values())
         )
 
@@ -129,7 +129,7 @@ def _settings_of(module: nn.Module) -> dict[str, object]:
         f"{path}.{key}": value
         for path, inner in modules_of(module).items()
         for key, value in vars(inner).items()
-        if isinstance(value, _SETTINGS) and key not in MODULE_ATTRIBUTES
+        if key not in MODULE_ATTRIBUTES and isinstance(value, _SETTINGS)
     }
 
 
