@@ -22,10 +22,7 @@ class Sum(nn.Module):
         self.per_head = nn.Parameter(torch.randn(T, H * D))
         self.pairs = nn.Parameter(torch.randn(T, T, D))
         self.memory = nn.Parameter(torch.randn(H, 2, D))
-        self.wq, self.wk = (
-            nn.Parameter(torch.randn(32, H, D)),
-            nn.Parameter(torch.randn(H, 32, D)),
-        )
+        self.wq, self.wk = (nn.Parameter(torch.randn(32, H, D)) for _ in range(2))
         self.depth = nn.Conv1d(32, 32, 3, padding=1, groups=32, bias=False)
         self.point, self.wide = (
             nn.Conv1d(32, 32, n, padding=n // 2, bias=False) for n in (1, 3)
@@ -131,12 +128,9 @@ def memory_keys(m, p):
 
 
 def three_dimensions(m, p):
-    """XLNet's projections, and those of a matrix for each head."""
-    q, k = (
-        torch.einsum("btm,mhd->bthd", m.x, m.wq),
-        torch.einsum("btm,hmd->bhtd", m.x, m.wk),
-    )
-    return p["q1"] @ p["k1"].mT + torch.einsum("bthd,bhsd->bhts", q, k)
+    """XLNet's projections."""
+    q, k = (torch.einsum("btm,mhd->bhtd", m.x, w) for w in (m.wq, m.wk))
+    return p["q1"] @ p["k1"].mT + q @ k.mT
 
 
 def convolutions(m, p):
@@ -170,7 +164,6 @@ SUMS = {
     "table of heads": (shaw_heads, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["per_head"])]),
     "embedding": (shaw_embedding, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["embedding"])]),
     "table of pairs": (shaw_pairs, "q1 k1", [(["q1"], ["pairs"]), (["q1"], ["k1"])]),
-    "memory keys": (memory_keys, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["memory"])]),
     "weights of three dimensions": (
         three_dimensions,
         "q1 k1",

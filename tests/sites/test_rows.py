@@ -114,7 +114,7 @@ def traced_case(case):
 def verified(trace, site):
     """The site as the trace of its module verifies it."""
     (of_site,) = trace.traces.values()
-    module = of_site.with_graph
+    module = of_site.of_module
     module.set_sites([site])
     module.verify(Verification())
     return module.sites[0]

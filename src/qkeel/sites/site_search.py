@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, NoReturn, final
+from typing import Literal, final
 
 import torch
 from torch import nn
@@ -153,7 +152,8 @@ class SiteSearch:
             return False
         self._known_calls.add((frame.caller, chooses))
         latest: ModuleTrace | None = None
-        if not chooses:
+        # A module that is like another one has calls, but no graph of its own.
+        if not chooses and self._keeps != "graphs":
             latest = self._alike(frame)
         for around in frame.line() if latest is None else ():
             self._name_modules(around)
@@ -229,16 +229,7 @@ class SiteSearch:
         try:
             with unnoticed(waits=False):
                 # Tensors of some layouts and dtypes can't be compared.
-                trace = known.trace_of(frame, name)
-                if trace is None:
-                    return None
-                trace.read = _not_kept
-                if self._keeps == "graphs":
-                    given = trace.arguments.given(frame)
-                    trace.read = functools.partial(
-                        self._read_given, frame, trace.arguments, given
-                    )
-                return trace
+                return known.trace_of(frame, name)
         except Exception as failure:
             _LOG.debug("%s does not run like another: %s", name, failure)
             return None
@@ -403,21 +394,10 @@ class SiteTrace:
     of_module: ModuleTrace
     name: str
 
-    @property
-    def with_graph(self) -> ModuleTrace:
-        """The trace with what was computed from which weights."""
-        return self.of_module.with_graph()
-
 
 def weights_of(site: AttentionSite) -> set[str]:
     """The names of the weights from which the logits of a site are computed."""
     return {s.parameter for s in (*site.query, *site.key)}
-
-
-def _not_kept() -> NoReturn:
-    raise RuntimeError(
-        "the search kept no graphs: a remedy that asks for them has `reads_graph = True`"
-    )
 
 
 # --- A pass that qkeel makes
@@ -455,17 +435,17 @@ class ModelTrace:
     def module_call(self, site: AttentionSite) -> ModuleCall:
         """The module call that made the first attention call of a site, with its inputs."""
         trace = self.traces[site.name]
-        return trace.with_graph.calls[trace.name][0].frame
+        return trace.of_module.calls[trace.name][0].frame
 
     def operands(self, site: str) -> list[tuple[OperandNorms, OperandNorms]]:
         """The operands of every product of a site's first call that was fully observed; none for a site of another pass."""
         trace = self.traces.get(site)
-        return [] if trace is None else trace.with_graph.operands(trace.name)
+        return [] if trace is None else trace.of_module.operands(trace.name)
 
     def value_slices(self) -> dict[str, tuple[HeadSlice, ...] | str]:
         """The last weights on the path of each site's values [b g s d], or the reason why they are unknown, by site."""
         return {
-            name: trace.with_graph.value_slices(trace.name)
+            name: trace.of_module.value_slices(trace.name)
             for name, trace in self.traces.items()
         }
 

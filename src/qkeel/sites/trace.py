@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import (
-    Callable,
     Collection,
     Container,
     Iterable,
@@ -107,7 +106,6 @@ class ModuleTrace:
         calls: the first call of each site, or one call for each head if the heads are computed one by one.
         places: where these calls are among those of a run, by their names.
         values: the tensors by which the softmax weights of each site were multiplied.
-        read: of a module that is like another one, whose calls are in `calls`: reads its own.
     """
 
     module: nn.Module
@@ -118,7 +116,6 @@ class ModuleTrace:
     calls: dict[str, list[CapturedCall]]
     places: dict[str, CallPlace]
     values: dict[str, Tensor]
-    read: Callable[[], ModuleTrace] | None = None
 
     @property
     def has_plain_layouts(self) -> bool:
@@ -132,19 +129,9 @@ class ModuleTrace:
 
     def original(self, module: nn.Module) -> nn.Module:
         """The module of the model of which this module is a copy."""
-        for path, inner in self.lone.copied.named_modules():
-            if inner is module:
-                return self.module.get_submodule(path)
-        # What stands for the model, in which nothing else runs.
-        return self.module
-
-    def with_graph(self) -> ModuleTrace:
-        """The trace with what was computed from which weights."""
-        if self.read is None:
-            return self
-        own = self.read()
-        self.read = lambda: own
-        return own
+        originals = zip(self.lone.copied.modules(), self.module.modules())
+        # What stands for the model, in which nothing else runs, is a copy of none.
+        return dict(originals).get(module, self.module)
 
     def verify(self, verification: Verification, *, waits: bool = False) -> None:
         """Gives each site whose weights a rerun of the copy does not confirm the reason."""
@@ -389,27 +376,25 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
     """The site of a call, or of the calls of its heads."""
     first = calls[0]
     call, layout = first.call, first.layout
-    q, k = (
-        None
-        if any(getattr(s.call, name) is None for s in calls)
-        else torch.cat([getattr(s.call, name) for s in calls], dim=1)
-        for name in "qk"
-    )
-    products: list[QKPair] = [(q, k)]
-    if isinstance(call, ScoresCall):
-        products = products if len(calls) > 1 else list(call.products)
-    elif first.added is not None:
-        products += first.added.products
+    products: list[QKPair] = []
+    if isinstance(call, ScoresCall) and len(calls) == 1:
+        products += call.products
+    else:
+        pair: list[Tensor | None] = []
+        for operands in zip(*((s.call.q, s.call.k) for s in calls)):
+            known = [x for x in operands if x is not None]
+            pair.append(torch.cat(known, 1) if len(known) == len(calls) else None)
+        q, k = pair
+        products = [(q, k), *(first.added.products if first.added is not None else ())]
     repeats = (key_heads(b) for _, b in products if b is not None)
     heads_of_keys = next((heads for heads in repeats if heads is not None), None)
     if heads_of_keys is not None:
         # The first copy of each key head among keys that were repeated for query heads.
         firsts = [heads_of_keys.index(j) for j in range(max(heads_of_keys) + 1)]
-        k, *keys = (
-            b if b is None or b.shape[1] < len(heads_of_keys) else b[:, firsts]
-            for b in (k, *(b for _, b in products))
-        )
-        products = [(a, b) for (a, _), b in zip(products, keys)]
+        products = [
+            (a, b if b is None or b.shape[1] < len(heads_of_keys) else b[:, firsts])
+            for a, b in products
+        ]
     terms: tuple[QKProduct, ...] = ()
     between: tuple[HeadSlice, ...] = ()
     why = ""
