@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qkeel import distributed as dist
 from qkeel.capture.example import ForwardArguments, arguments
@@ -302,31 +302,26 @@ def _unverified(sites: Sites) -> str:
 
 
 def _with_values(model: nn.Module) -> nn.Module:
-    """A copy on the CPU in which tensors on the meta device are replaced by random ones, shared tensors by the same
-    one. Integers become 0 and booleans True, so that a mask among them hides nothing."""
+    """A copy on the CPU in which tensors on the meta device are replaced by random ones. Integers become 0 and booleans
+    True, so that a mask among them hides nothing."""
     copied = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)
-    drawn: dict[int, tuple[Tensor, Tensor]] = {}
     for module in copied.modules():
         tables: list[dict[str, Any]] = [parameters_of(module), buffers_of(module)]
         for table in tables:
             for name, x in table.items():
                 if x is None or not x.is_meta:
                     continue
-                if id(x) not in drawn:
-                    value = torch.full(x.shape, x.dtype == torch.bool, dtype=x.dtype)
-                    if x.is_floating_point() or x.is_complex():
-                        noise = torch.randn(x.shape, generator=generator)
-                        # Matrices keep the size of their input; vectors are near 1, as gains are.
-                        is_matrix = x.ndim > 1
-                        value += (
-                            noise / x.shape[-1] ** 0.5 if is_matrix else 1 + noise / 8
-                        )
-                    if isinstance(x, nn.Parameter):
-                        value = nn.Parameter(value, x.requires_grad)
-                    # x is kept with its value, so that no other tensor gets its id.
-                    drawn[id(x)] = x, value
-                table[name] = drawn[id(x)][1]
+                value = torch.full(x.shape, x.dtype == torch.bool, dtype=x.dtype)
+                if x.is_floating_point():
+                    noise = torch.randn(x.shape, generator=generator)
+                    # Matrices keep the size of their input; vectors are near 1, as gains are.
+                    is_matrix = x.ndim > 1
+                    value += noise / x.shape[-1] ** 0.5 if is_matrix else 1 + noise / 8
+                is_weight = isinstance(x, nn.Parameter)
+                table[name] = (
+                    nn.Parameter(value, x.requires_grad) if is_weight else value
+                )
     return copied
 
 

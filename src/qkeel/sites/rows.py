@@ -451,12 +451,11 @@ def layout_of(
     others = [dim for dim in splits if dim not in heads]
     free = [dim for dim in splits if query.varies(dim) and not key.varies(dim)]
     rows = next((dim for dim in reversed(free) if dim in others), None)
-    merged_rows = None
     if rows is None:
-        merged = [d for d in free if d in heads and splits[d][1] < shape[d]]
-        if merged:
-            merged_rows = merged[-1]
-        elif free and (of_keys := key.split(keys, keys)) and of_keys[1] > 1:
+        if any(d in heads and splits[d][1] < shape[d] for d in free):
+            # Heads and queries are in one dimension.
+            return None
+        if free and (of_keys := key.split(keys, keys)) and of_keys[1] > 1:
             # The softmax is over features, as in attention between channels.
             rows = free[-1]
             heads.remove(rows)
@@ -468,8 +467,7 @@ def layout_of(
         before, _, after = splits[dim]
         if before > 1 and after > 1:
             return None
-        letter = "t" if dim == merged_rows else "b"
-        groups[dim] = f"{letter * (before > 1)}h{letter * (after > 1)}"
+        groups[dim] = f"{'b' * (before > 1)}h{'b' * (after > 1)}"
     if rows is not None:
         groups[rows] = "t"
     return HeadLayout(

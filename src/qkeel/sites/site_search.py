@@ -25,7 +25,6 @@ from qkeel import distributed as dist
 from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, Seen
 from qkeel.capture.example import (
     Caller,
-    GivenArguments,
     ModuleCall,
     copied,
     undisturbed,
@@ -89,7 +88,6 @@ class SiteSearch:
 
     Args:
         model: the model.
-        cuts: whether some of the tokens may suffice.
         keeps: what is kept of the passes, whose traces hold tensors.
         may_wait: says whether all processes make this search, so that they may wait for each other in it.
 
@@ -103,7 +101,6 @@ class SiteSearch:
         self,
         model: nn.Module,
         *,
-        cuts: bool = True,
         keeps: Kept = "sites",
         may_wait: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -117,7 +114,7 @@ class SiteSearch:
             )
         # The error of the latest module that did not run.
         self._error: Exception | None = None
-        self._model, self._cuts = model, cuts
+        self._model = model
         self._keeps, self._may_wait = keeps, may_wait
         # By id, the names of the model's modules and of its parameters.
         self._names: dict[int, str] = {}
@@ -135,9 +132,6 @@ class SiteSearch:
         self._known_modules: list[KnownModule] = []
         # Calls of other modules that were looked at, and whether they choose keys.
         self._known_calls: set[tuple[Caller | None, bool]] = set()
-        # Sites that some of the tokens have shown, and modules that are run with all of them.
-        self._of_some_tokens: set[str] = set()
-        self._whole: set[int] = set()
         # Set when the whole model has been tried.
         self._is_over = bool(wrapper)
 
@@ -148,9 +142,10 @@ class SiteSearch:
         is_known = is_known or (not chooses and id(frame.module) in self._known)
         # A call without tokens, as of an expert that received none, shows nothing.
         is_empty = bool(frame.inputs) and not frame.inputs[0].numel()
-        if is_empty or (is_known and not self._lacks(frame)):
+        if is_empty or is_known:
             return False
         self._known_calls.add((frame.caller, chooses))
+        self._error = None
         latest: ModuleTrace | None = None
         # A module that is like another one has calls, but no graph of its own.
         if not chooses and self._keeps != "graphs":
@@ -211,7 +206,7 @@ class SiteSearch:
     def _alike(self, frame: ModuleCall) -> ModuleTrace | None:
         """The trace of the module of a call, or of one around it, if it is like one that is known."""
         for around in frame.line() if self._known_modules else ():
-            if around.given is None or id(around.module) in self._whole:
+            if around.given is None:
                 continue
             self._name_modules(around)
             tree = modules_of(around.module).values()
@@ -234,18 +229,6 @@ class SiteSearch:
             _LOG.debug("%s does not run like another: %s", name, failure)
             return None
 
-    def _lacks(self, frame: ModuleCall) -> bool:
-        """True if a module makes more calls than those that some of its tokens have shown; all of them are then taken,
-        once."""
-        is_known = any(
-            site.name == name_of(frame.name, frame.calls) for site in self.sites
-        )
-        if is_known or frame.name not in self._of_some_tokens:
-            return False
-        self._of_some_tokens.remove(frame.name)
-        self._whole.add(id(frame.module))
-        return True
-
     def tell(self) -> None:
         """Says once which sites are known from gradients alone."""
         self._verification.tell()
@@ -253,17 +236,12 @@ class SiteSearch:
     def _trace(self, frame: ModuleCall) -> ModuleTrace | None:
         """The trace of a copy of a module that runs as it was called, with the smallest part of its arguments by which
         all its sites are verified."""
-        trace = error = None
+        trace = None
         for arguments in parts_of_arguments(frame):
-            may_cut = self._cuts and id(frame.module) not in self._whole
-            if arguments.tokens and not may_cut:
+            latest = self._run(frame, arguments)
+            if latest is None:
                 continue
-            try:
-                trace = self._run(frame, arguments)
-            except Exception as failure:
-                _LOG.debug("%s does not run alone: %s", frame.name, failure)
-                error = failure
-                continue
+            trace = latest
             # In attention between channels, the tokens are the features.
             is_of_tokens = arguments.tokens and any(
                 site.head_dim == TOKENS for site in trace.sites
@@ -271,55 +249,36 @@ class SiteSearch:
             if not is_of_tokens and all(site.verified for site in trace.sites):
                 break
         is_split = any(map(dist.is_split, frame.module.parameters()))
-        is_apart = isinstance(error, CannotRerunError) and trace is None
+        is_apart = isinstance(self._error, CannotRerunError) and trace is None
         if is_apart and not is_split and self._may_wait():
             # As in context parallel, where attention gathers keys: all processes run their copies together.
-            trace = self._tried(frame, PartOfArguments(), waits=True)
-        if trace is None:
-            self._error = error
-        elif frame.batch == 1 and not trace.has_plain_layouts:
+            trace = self._run(frame, PartOfArguments(), waits=True)
+        if trace is not None and frame.batch == 1 and not trace.has_plain_layouts:
             # With one sample, (h b) and (b h) look alike, and larger batches may follow.
-            return self._tried(frame, PartOfArguments(doubles=True)) or trace
+            return self._run(frame, PartOfArguments(doubles=True)) or trace
         return trace
-
-    def _tried(
-        self, frame: ModuleCall, arguments: PartOfArguments, *, waits: bool = False
-    ) -> ModuleTrace | None:
-        """The trace of a copy of a module, or None if that fails."""
-        try:
-            return self._run(frame, arguments, waits=waits)
-        except Exception as failure:
-            _LOG.debug("%s does not run with %s: %s", frame.name, arguments, failure)
-            return None
 
     def _run(
         self, frame: ModuleCall, arguments: PartOfArguments, *, waits: bool = False
-    ) -> ModuleTrace:
-        """The trace of a copy of a module with a part of what it was called with, which is verified."""
-        with unnoticed(waits=waits):
-            given = arguments.given(frame)
-        trace = self._read_given(frame, arguments, given, waits=waits)
-        trace.verify(self._verification, waits=waits)
-        return trace
-
-    def _read_given(
-        self,
-        frame: ModuleCall,
-        arguments: PartOfArguments,
-        given: GivenArguments,
-        *,
-        waits: bool = False,
-    ) -> ModuleTrace:
-        """The trace of a copy of a module with what it is given."""
+    ) -> ModuleTrace | None:
+        """The trace of a copy of a module with a part of what it was called with, which is verified; None if that fails."""
         module, name = frame.module, self._names[id(frame.module)]
         shared = {
             within(name, path)
             for path, p in module.named_parameters()
             if id(p) in self._shared
         }
-        with unnoticed(waits=waits):
-            lone = LoneCall(name, copy_of(module, self._held), given)
-        return read_module(frame, arguments, lone, shared=shared, waits=waits)
+        try:
+            with unnoticed(waits=waits):
+                given = arguments.given(frame)
+                lone = LoneCall(name, copy_of(module, self._held), given)
+            trace = read_module(frame, arguments, lone, shared=shared, waits=waits)
+            trace.verify(self._verification, waits=waits)
+            return trace
+        except Exception as failure:
+            _LOG.debug("%s does not run alone: %s", frame.name, failure)
+            self._error = failure
+            return None
 
     def _add(self, trace: ModuleTrace, frame: ModuleCall) -> None:
         """Adds the sites that a trace shows; `frame` is the call that is about to be read."""
@@ -356,8 +315,6 @@ class SiteSearch:
             )
             if self._keeps != "sites":
                 self.traces[name] = SiteTrace(of_module=trace, name=part.name)
-            if trace.arguments.tokens and len(trace.calls[part.name]) == 1:
-                self._of_some_tokens.add(name)
         indexers = {
             modules[site.name.removesuffix(INDEX)] + INDEX: site
             for site in trace.sites.indexers
@@ -472,16 +429,10 @@ def traced(
     """
     model = uncompiled(model)
     check_devices(model, args, kwargs)
-    with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
+    with extra_pass(model), torch.inference_mode(False), undisturbed(model):
         search = SiteSearch(model, keeps=keeps)
         observed = _ObservedPass(model, search)
         observed.run(args, kwargs)
-        if not observed.has_expected_heads():
-            # All of the tokens may show other heads than some of them.
-            undo()
-            search = SiteSearch(model, cuts=False, keeps=keeps)
-            observed = _ObservedPass(model, search)
-            observed.run(args, kwargs)
     search.tell()
     if not observed.order and expected:
         raise NoAttentionError(unseen(model, observed.watcher))
@@ -617,16 +568,12 @@ class _ObservedPass:
         self._unclear[name] = _unclear_masks(captured.call)
         self._visible[name] = visible_pattern(captured.call, site.origin)
 
-    def has_expected_heads(self) -> bool:
-        """True if the sites that were found have the heads and the names that the calls of the pass have. A forward may
-        replace modules, which the next pass sees."""
-        known = {site.name for site in self._search.sites}
-        is_named = self._search.failure is not None or all(
-            name in known or x.why == _NO_TOKENS for name, x in self.order.items()
-        )
-        return is_named and all(
-            self._heads[name] == x.n_heads for name, x in self.order.items()
-        )
+    def _other_heads(self, site: AttentionSite) -> str:
+        """Says that some of the tokens have shown other heads than all of them, or "" if they haven't."""
+        heads = self._heads[site.name]
+        if not site.terms or heads == site.n_heads:
+            return ""
+        return f"the pass showed {heads} heads instead of {site.n_heads}"
 
     def trace(self) -> ModelTrace:
         """The trace of the pass."""
@@ -636,6 +583,7 @@ class _ObservedPass:
             dataclasses.replace(
                 site,
                 visible=types.get(name, site.visible),
+                unverified=site.unverified or self._other_heads(site),
                 value_weights=tuple(
                     s for s in site.value_weights if s.parameter in of_logits
                 ),
@@ -666,14 +614,14 @@ def unknown_site(
     """The site of a call whose module does not run alone, because of this failure."""
     heads = call.scores_shape[1]
     keys = None if isinstance(call, ScoresCall) else call.k.shape[1]
-    why = "no module around it runs alone"
+    why = "it was not seen when its module ran alone"
     if 0 in call.scores_shape:
-        why = _NO_TOKENS
+        why = "it received no tokens in this example"
     elif failure is not None:
         reason = str(failure)
         if not isinstance(failure, QkeelError):
             reason = f"{type(failure).__name__}: {reason}"
-        why += f": {reason}"
+        why = f"no module around it runs alone: {reason}"
     return AttentionSite(
         name=name,
         module=module,
@@ -736,7 +684,6 @@ def unseen(model: nn.Module, watcher: CaptureMode) -> str:
     )
 
 
-_NO_TOKENS = "it received no tokens in this example"
 _BY_HAND = (
     "If the logits are just scaled products of queries and keys, describe it by hand, as in\n"
     "    from qkeel.sites import Reading, describe\n"
