@@ -278,7 +278,7 @@ class AttentionSite:
     origin: KeyOrigin = "tokens"
     #: if its module is also called with other weights: the calls of the module with this site's weights
     callers: tuple[tuple[str, str, int], ...] = ()
-    #: the last weights on the path to its values, as far as their parameters make logits too
+    #: the last weights on the path to its values, if they are known
     value_weights: tuple[HeadSlice, ...] = ()
     #: whether its scores choose keys and are not the input of a softmax
     chooses: bool = False

@@ -14,7 +14,7 @@ import collections
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, final
 
@@ -32,8 +32,6 @@ from qkeel.capture.example import (
 from qkeel.capture.intercept import (
     CapturedCall,
     CaptureMode,
-    Places,
-    Watch,
     name_of,
 )
 from qkeel.capture.known_sites import INDEX, KnownSites
@@ -62,7 +60,6 @@ from qkeel.sites.repeated_layers import KnownModule
 from qkeel.sites.search_passes import check_devices, forward, whole_weights
 from qkeel.sites.site import (
     AttentionSite,
-    HeadSlice,
     Sites,
     renamed,
     within,
@@ -263,16 +260,11 @@ class SiteSearch:
     ) -> ModuleTrace | None:
         """The trace of a copy of a module with a part of what it was called with, which is verified; None if that fails."""
         module, name = frame.module, self._names[id(frame.module)]
-        shared = {
-            within(name, path)
-            for path, p in module.named_parameters()
-            if id(p) in self._shared
-        }
         try:
             with unnoticed(waits=waits):
                 given = arguments.given(frame)
                 lone = LoneCall(name, copy_of(module, self._held), given)
-            trace = read_module(frame, arguments, lone, shared=shared, waits=waits)
+            trace = read_module(frame, arguments, lone, waits=waits)
             trace.verify(self._verification, waits=waits)
             return trace
         except Exception as failure:
@@ -399,13 +391,6 @@ class ModelTrace:
         trace = self.traces.get(site)
         return [] if trace is None else trace.of_module.operands(trace.name)
 
-    def value_slices(self) -> dict[str, tuple[HeadSlice, ...] | str]:
-        """The last weights on the path of each site's values [b g s d], or the reason why they are unknown, by site."""
-        return {
-            name: trace.of_module.value_slices(trace.name)
-            for name, trace in self.traces.items()
-        }
-
 
 def traced(
     model: nn.Module,
@@ -469,32 +454,6 @@ def run_once(
             forward(model, around, copied(args), copied(kwargs), graph=False)
     except Exception as error:
         raise _failed(model, error) from error
-
-
-def call_observer(
-    model: nn.Module,
-    sites: Sequence[AttentionSite],
-    report: Callable[[CapturedCall], None],
-    trace: ModelTrace | None = None,
-) -> CaptureMode:
-    """What reports the attention calls of a pass, under the names of known sites.
-
-    With the trace of an earlier pass, only the modules of the sites are observed, and calls that came by the name of
-    torch's function are read by it: one that comes in another way, or elsewhere, is then not reported."""
-    known = KnownSites.of(sites)
-    only_in: Places | None = None
-    # Callers are told apart by what they have called before.
-    if trace is not None and known.by_caller is None:
-        only_in = {}
-        for site in sites:
-            calls = trace.calls.get(site.name)
-            watch = Watch.NAME if calls and calls[0].by_name else Watch.ALL
-            name = site.name.partition("#")[0]
-            _, earlier = only_in.get(name, (site.module, watch))
-            only_in[name] = site.module, max(watch, earlier)
-        if "" in only_in:
-            only_in = None
-    return CaptureMode(model, report, known=known, only_in=only_in)
 
 
 def _failed(model: nn.Module, error: Exception) -> InvalidValueError:
@@ -578,15 +537,11 @@ class _ObservedPass:
     def trace(self) -> ModelTrace:
         """The trace of the pass."""
         types = told_apart(self._visible)
-        of_logits = set().union(*map(weights_of, self.order.values()))
         sites = [
             dataclasses.replace(
                 site,
                 visible=types.get(name, site.visible),
                 unverified=site.unverified or self._other_heads(site),
-                value_weights=tuple(
-                    s for s in site.value_weights if s.parameter in of_logits
-                ),
             )
             for name, site in self.order.items()
         ]
@@ -656,25 +611,17 @@ def unseen(model: nn.Module, watcher: CaptureMode) -> str:
         missed = "; ".join(map(str, dict.fromkeys(watcher.missed)))
         why = f"Seen but not understood: {missed}. {_BY_HAND}"
     elif watcher.handwritten.multiplied:
-        why = "Activations are multiplied with each other, but none of the products reaches a softmax"
-        if ends := ", ".join(watcher.handwritten.ends):
-            why += f" (they were followed to {ends})"
-        why += (
-            ": linear attention, state-space models and attention through another function of the scores have no "
-            "softmax over keys, and only attention with one is watched"
+        ends = ", ".join(watcher.handwritten.ends)
+        why = (
+            "Activations are multiplied with each other, but none of the products reaches a softmax over keys, and only "
+            "attention with one is watched, no linear attention and no state-space model"
         )
-        why += f". {_BY_HAND}" if ends else ""
+        why += f". They were followed to {ends}. {_BY_HAND}" if ends else ""
     else:
-        hidden = [*watcher.hidden]
-        if any(
-            isinstance(module, torch.jit.ScriptModule) for module in model.modules()
-        ):
-            hidden.append("what runs inside torch.jit.script")
-        why = "None of these was found: no two activations were multiplied. "
-        why += f"Hidden from view: {', '.join(hidden)}. " if hidden else ""
-        why += (
-            "Inside custom C++, CUDA or Triton operators nothing can be seen. "
-            f"{_BY_HAND}"
+        hidden = "".join(f"{place}, " for place in watcher.hidden)
+        why = (
+            f"None of these was found: no two activations were multiplied. Inside {hidden}torch.jit.script and custom "
+            f"C++, CUDA or Triton operators nothing can be seen. {_BY_HAND}"
         )
     return (
         f"saw no attention in a forward pass of this {type(model).__name__}. Looked for "

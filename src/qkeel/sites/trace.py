@@ -10,8 +10,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import (
-    Collection,
-    Container,
     Iterable,
     Iterator,
     Sequence,
@@ -158,34 +156,12 @@ class ModuleTrace:
             if q is not None and k is not None
         ]
 
-    def value_slices(
-        self, name: str, of: Container[str] | None = None
-    ) -> tuple[HeadSlice, ...] | str:
-        """The last weights on the path of a site's values [b g s d], or the reason why they are unknown. of: the
-        parameters whose rows are looked for; by default all."""
-        v = self.values.get(name)
-        if v is None or v.ndim != 4:
-            return "no product of its weights with values [b h s d] was seen"
-        names, first = names_of(self.lone.part), self.calls[name][0]
-        # A view made here belongs to the graph of the pass, regardless of the caller's mode.
-        with torch.inference_mode(False), torch.enable_grad():
-            try:
-                values = side(fewest_keys(v), first.frame, names, "v")
-                return tuple(
-                    values.slices(*path)[-1]
-                    for path in values.paths()
-                    if of is None or path[0][-1].parameter in of
-                )
-            except UnknownRowsError as error:
-                return str(error)
-
 
 def read_module(
     frame: ModuleCall,
     arguments: PartOfArguments,
     lone: LoneCall,
     *,
-    shared: Collection[str] = (),
     waits: bool = False,
 ) -> ModuleTrace:
     """Runs the copy of a module with gradients, and returns the trace with the sites that it shows, not verified yet.
@@ -194,7 +170,6 @@ def read_module(
         frame: the call of the module.
         arguments: which part of its arguments the copy is called with.
         lone: the copy.
-        shared: the names of weights that other parts of the model have too.
         waits: whether other processes run their copies too.
     """
     with lone.opened(waits=waits):
@@ -212,23 +187,26 @@ def read_module(
         )
         # It and its watcher hold each other, and would keep the tensors of the pass until a garbage collection.
         reading.order = {}
-        trace.set_sites(_with_value_weights(trace, shared))
+        trace.set_sites(
+            dataclasses.replace(site, value_weights=_value_weights(trace, site))
+            for site in sites
+        )
     return trace
 
 
-def _with_value_weights(
-    trace: ModuleTrace, shared: Collection[str]
-) -> list[AttentionSite]:
-    """The sites with the weights of logits that make values too, as keys that are their own values, or as weights that
-    other layers share may do."""
-    logits = {s.parameter for site in trace.sites for s in (*site.query, *site.key)}
-    sites = []
-    for site in trace.sites:
-        weights = trace.value_slices(site.name, of={*logits, *shared})
-        if not isinstance(weights, str):
-            site = dataclasses.replace(site, value_weights=weights)
-        sites.append(site)
-    return sites
+def _value_weights(trace: ModuleTrace, site: AttentionSite) -> tuple[HeadSlice, ...]:
+    """The last weights on the path of a site's values [b g s d]; none if they are unknown."""
+    v = trace.values.get(site.name)
+    if v is None or v.ndim != 4:
+        return ()
+    names, first = names_of(trace.lone.part), trace.calls[site.name][0]
+    # A view made here belongs to the graph of the pass, regardless of the caller's mode.
+    with torch.inference_mode(False), torch.enable_grad():
+        try:
+            values = side(fewest_keys(v), first.frame, names, "v")
+            return tuple(values.slices(*path)[-1] for path in values.paths())
+        except UnknownRowsError:
+            return ()
 
 
 @final
