@@ -10,7 +10,7 @@ import torch
 from tests.attention import from_heads, to_heads
 from tests.drawing import randn
 from tests.each_row import each_row
-from tests.training import adamw, sgd
+from tests.training import sgd
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
