@@ -51,7 +51,7 @@ from qkeel.remedies.untrained_parameters import notice_untrained
 from qkeel.remedies.weights_in_use import check_weights_in_use
 from qkeel.sites.find import bound, found_sites
 from qkeel.sites.site import AttentionSite, Sites
-from qkeel.sites.site_search import Kept, ModelTrace, run_once
+from qkeel.sites.site_search import ModelTrace, run_once
 
 GIVE_BATCH = "For apply: qkeel.apply(model, {!r}, optimizer, batch=batch), with a batch that the model accepts"
 
@@ -122,10 +122,8 @@ def _apply_all(
 
     Sites are found once, and again for the next remedies after a remedy that changes them. A remedy that has not itself
     run the model is followed by one pass, which checks that the model still runs."""
-    # No more than the remedies read, since graphs and calls hold tensors of every layer.
-    keeps: Kept = "graphs" if any(x.reads_graph for x in remedies) else "calls"
-    if all(remedy.on_steps for remedy in remedies):
-        keeps = "sites"
+    # Calls hold tensors of every layer.
+    keeps = not all(remedy.on_steps for remedy in remedies)
     sites, trace = (
         (known, None)
         if known is not None
@@ -314,7 +312,7 @@ def _drop_all(modules: Sequence[weakref.ref[nn.Module]], remedy: Remedy) -> None
 
 
 def _sites(
-    remedy: Remedy, bare: Target, *, keeps: Kept
+    remedy: Remedy, bare: Target, *, keeps: bool
 ) -> tuple[Sites, ModelTrace | None]:
     """Returns the sites of a model, and the trace of the pass that revealed them, if there was one and it is kept."""
     args, kwargs = bare.batch

@@ -132,7 +132,6 @@ class Remedy(abc.ABC):
         on_attention: True if the remedy changes all attention in the model.
         changes_spec: True if the remedy gives sites a new spec. Before it becomes active, it runs the sites' calls
             under this spec.
-        reads_graph: True if it asks from which weights the values, or what follows attention, are computed.
     """
 
     name: ClassVar[str]
@@ -143,7 +142,6 @@ class Remedy(abc.ABC):
     may_be_zero: ClassVar[tuple[str, ...]] = ()
     on_attention: ClassVar[bool] = True
     changes_spec: ClassVar[bool] = False
-    reads_graph: ClassVar[bool] = False
 
     __slots__ = ()
 

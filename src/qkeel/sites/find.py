@@ -40,7 +40,7 @@ from qkeel.sites.site import (
     rows,
     within,
 )
-from qkeel.sites.site_search import Kept, ModelTrace, traced
+from qkeel.sites.site_search import ModelTrace, traced
 
 # Several models that are watched as one, such as the pipeline stages of one process. Each of them has a name.
 
@@ -250,7 +250,7 @@ def find_sites(model: nn.Module, batch: object = None) -> Sites:
 
 
 def found_sites(
-    model: nn.Module, args: Args, kwargs: Kwargs, *, keeps: Kept = "sites"
+    model: nn.Module, args: Args, kwargs: Kwargs, *, keeps: bool = False
 ) -> tuple[Sites, ModelTrace | None]:
     """The sites of a model, and the trace of the pass in which they were found, if it `keeps` more than sites. The trace
     is None if there is no example, if the model is split across processes, or if it is on the meta device."""
@@ -266,7 +266,7 @@ def found_sites(
             return bound(_searched(_with_values(model), args, kwargs)[0], model), None
         with whole_weights(model):
             sites, trace = _searched(model, args, kwargs, keeps=keeps)
-            return sites, None if keeps == "sites" else trace
+            return sites, trace if keeps else None
     own = own_sites(model)
     if not own:
         takes = inspect.signature(model.forward)
@@ -279,7 +279,7 @@ def found_sites(
 
 
 def _searched(
-    model: nn.Module, args: Args, kwargs: Kwargs, *, keeps: Kept = "sites"
+    model: nn.Module, args: Args, kwargs: Kwargs, *, keeps: bool = False
 ) -> tuple[Sites, ModelTrace]:
     own = own_sites(model)
     trace = traced(model, args, kwargs, expected=not own, keeps=keeps)

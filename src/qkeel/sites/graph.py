@@ -10,7 +10,6 @@ from torch.autograd.graph import GradientEdge, Node
 
 from qkeel.patching.autograd import (
     inputs_of,
-    is_marked_norm,
     is_transposed,
     output_like,
     variable_of,
@@ -234,11 +233,10 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
                     for leaf in leaves
                     if variable_of(leaf).ndim > 1 and id(variable_of(leaf)) in names
                 )
-        if name in NORMS or is_marked_norm(node):
+        if name in NORMS:
             # A term that is added after a norm is the norm's bias.
             normed, bias = True, None
-            if name in NORMS:
-                norms[node] = None
+            norms[node] = None
         elif name == "AddBackward0":
             biases = [
                 b for edge in node.next_functions if (b := _bias(edge, stops, names))

@@ -5,7 +5,7 @@ projections runs, with a part of what that module was called with, and is read a
 of the model runs for it, and what the copy and its objects store is the copy's.
 
 `find_sites` returns the sites. `apply`, its remedies and their checks keep the trace while they run, and take the
-operands, the weights of the values, and the called modules from it instead of running the model again.
+weights of the values from it instead of running the model again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, final
+from typing import final
 
 import torch
 from torch import nn
@@ -66,17 +66,12 @@ from qkeel.sites.site import (
 )
 from qkeel.sites.trace import (
     ModuleTrace,
-    OperandNorms,
     common_module,
     read_module,
 )
 from qkeel.sites.verify import Verification
 
 _LOG = logging.getLogger(__name__)
-
-# What a search keeps besides sites: their calls; and what every call was computed from, for which it copies the arguments
-# of each layer, with all keys and values that a cache holds by then.
-Kept = Literal["sites", "calls", "graphs"]
 
 
 @final
@@ -85,7 +80,7 @@ class SiteSearch:
 
     Args:
         model: the model.
-        keeps: what is kept of the passes, whose traces hold tensors.
+        keeps: whether calls are kept, which hold tensors.
         may_wait: says whether all processes make this search, so that they may wait for each other in it.
 
     Attributes:
@@ -98,7 +93,7 @@ class SiteSearch:
         self,
         model: nn.Module,
         *,
-        keeps: Kept = "sites",
+        keeps: bool = False,
         may_wait: Callable[[], bool] = lambda: True,
     ) -> None:
         self.sites = Sites()
@@ -144,8 +139,7 @@ class SiteSearch:
         self._known_calls.add((frame.caller, chooses))
         self._error = None
         latest: ModuleTrace | None = None
-        # A module that is like another one has calls, but no graph of its own.
-        if not chooses and self._keeps != "graphs":
+        if not chooses:
             latest = self._alike(frame)
         for around in frame.line() if latest is None else ():
             self._name_modules(around)
@@ -305,7 +299,7 @@ class SiteSearch:
             by_name[name] = dataclasses.replace(
                 site, name=name, module=module, callers=callers
             )
-            if self._keeps != "sites":
+            if self._keeps:
                 self.traces[name] = SiteTrace(of_module=trace, name=part.name)
         indexers = {
             modules[site.name.removesuffix(INDEX)] + INDEX: site
@@ -363,14 +357,12 @@ class ModelTrace:
         model: the model.
         sites: the attention sites, in the order of the calls.
         traces: of each site, by name, the trace in which it was found.
-        called: the number of calls of each module, by its id.
         unclear_masks: why hidden pairs of a hand-written site are not known by their scores, or "".
     """
 
     model: nn.Module
     sites: Sites
     traces: Mapping[str, SiteTrace]
-    called: Mapping[int, int]
     unclear_masks: Mapping[str, str]
 
     @property
@@ -381,16 +373,6 @@ class ModelTrace:
             for name, trace in self.traces.items()
         }
 
-    def module_call(self, site: AttentionSite) -> ModuleCall:
-        """The module call that made the first attention call of a site, with its inputs."""
-        trace = self.traces[site.name]
-        return trace.of_module.calls[trace.name][0].frame
-
-    def operands(self, site: str) -> list[tuple[OperandNorms, OperandNorms]]:
-        """The operands of every product of a site's first call that was fully observed; none for a site of another pass."""
-        trace = self.traces.get(site)
-        return [] if trace is None else trace.of_module.operands(trace.name)
-
 
 def traced(
     model: nn.Module,
@@ -398,7 +380,7 @@ def traced(
     kwargs: Kwargs,
     *,
     expected: bool = True,
-    keeps: Kept = "graphs",
+    keeps: bool = True,
 ) -> ModelTrace:
     """Returns the trace of a pass over an example.
 
@@ -406,7 +388,7 @@ def traced(
         model: the model.
         args, kwargs: the example.
         expected: whether a pass without attention is an error.
-        keeps: what the trace holds; by default all.
+        keeps: whether the trace holds the calls.
 
     Raises:
         NoAttentionError: no attention was observed although it was `expected`.
@@ -554,7 +536,6 @@ class _ObservedPass:
                 for name, trace in self._search.traces.items()
                 if name in self.order
             },
-            called=self.watcher.stack.called,
             unclear_masks=self._unclear,
         )
 
