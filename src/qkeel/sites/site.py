@@ -280,6 +280,10 @@ class AttentionSite:
     callers: tuple[tuple[str, str, int], ...] = ()
     #: the last weights on the path to its values, if they are known
     value_weights: tuple[HeadSlice, ...] = ()
+    #: of scores that its module multiplies itself: whether they are more than scaled q·k, and why a score does not say
+    #: whether it counts
+    is_sum: bool = False
+    unclear_scores: str = ""
     #: whether its scores choose keys and are not the input of a softmax
     chooses: bool = False
 

@@ -4,8 +4,7 @@ When a module is about to make its first attention call, a copy of the smallest 
 projections runs, with a part of what that module was called with, and is read and verified (see `trace`). Nothing else
 of the model runs for it, and what the copy and its objects store is the copy's.
 
-`find_sites` returns the sites. `apply`, its remedies and their checks keep the trace while they run, and take the
-weights of the values from it instead of running the model again.
+`find_sites` returns the sites.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import collections
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
@@ -67,6 +66,7 @@ from qkeel.sites.site import (
 from qkeel.sites.trace import (
     ModuleTrace,
     common_module,
+    is_product,
     read_module,
 )
 from qkeel.sites.verify import Verification
@@ -80,12 +80,10 @@ class SiteSearch:
 
     Args:
         model: the model.
-        keeps: whether calls are kept, which hold tensors.
         may_wait: says whether all processes make this search, so that they may wait for each other in it.
 
     Attributes:
         sites: those that were found so far.
-        traces: of each of them, by name, the trace in which it was found, if traces are kept.
         failure: why a module around an attention call whose weights are unknown does not run alone.
     """
 
@@ -93,11 +91,9 @@ class SiteSearch:
         self,
         model: nn.Module,
         *,
-        keeps: bool = False,
         may_wait: Callable[[], bool] = lambda: True,
     ) -> None:
         self.sites = Sites()
-        self.traces: dict[str, SiteTrace] = {}
         self.failure: Exception | None = None
         wrapper = dist.hides_weights(model)
         if wrapper:
@@ -107,7 +103,7 @@ class SiteSearch:
         # The error of the latest module that did not run.
         self._error: Exception | None = None
         self._model = model
-        self._keeps, self._may_wait = keeps, may_wait
+        self._may_wait = may_wait
         # By id, the names of the model's modules and of its parameters.
         self._names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
@@ -299,8 +295,6 @@ class SiteSearch:
             by_name[name] = dataclasses.replace(
                 site, name=name, module=module, callers=callers
             )
-            if self._keeps:
-                self.traces[name] = SiteTrace(of_module=trace, name=part.name)
         indexers = {
             modules[site.name.removesuffix(INDEX)] + INDEX: site
             for site in trace.sites.indexers
@@ -330,14 +324,6 @@ class SiteSearch:
         return modules, parameters
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SiteTrace:
-    """The trace in which a site was found, and the name of the site there."""
-
-    of_module: ModuleTrace
-    name: str
-
-
 def weights_of(site: AttentionSite) -> set[str]:
     """The names of the weights from which the logits of a site are computed."""
     return {s.parameter for s in (*site.query, *site.key)}
@@ -346,49 +332,15 @@ def weights_of(site: AttentionSite) -> set[str]:
 # --- A pass that qkeel makes
 
 
-@final
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class ModelTrace:
-    """The sites of a model, the attention calls of one pass, and what was computed on the way to them.
-
-    A trace should be released as soon as it has been used.
-
-    Args:
-        model: the model.
-        sites: the attention sites, in the order of the calls.
-        traces: of each site, by name, the trace in which it was found.
-        unclear_masks: why hidden pairs of a hand-written site are not known by their scores, or "".
-    """
-
-    model: nn.Module
-    sites: Sites
-    traces: Mapping[str, SiteTrace]
-    unclear_masks: Mapping[str, str]
-
-    @property
-    def calls(self) -> dict[str, list[CapturedCall]]:
-        """The first call of each site, or one call for each head if the heads are computed one by one."""
-        return {
-            name: trace.of_module.calls[trace.name]
-            for name, trace in self.traces.items()
-        }
-
-
-def traced(
-    model: nn.Module,
-    args: Args,
-    kwargs: Kwargs,
-    *,
-    expected: bool = True,
-    keeps: bool = True,
-) -> ModelTrace:
-    """Returns the trace of a pass over an example.
+def sites_in_pass(
+    model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool = True
+) -> Sites:
+    """Returns the sites of a pass over an example, in the order of their calls.
 
     Args:
         model: the model.
         args, kwargs: the example.
         expected: whether a pass without attention is an error.
-        keeps: whether the trace holds the calls.
 
     Raises:
         NoAttentionError: no attention was observed although it was `expected`.
@@ -397,19 +349,13 @@ def traced(
     model = uncompiled(model)
     check_devices(model, args, kwargs)
     with extra_pass(model), torch.inference_mode(False), undisturbed(model):
-        search = SiteSearch(model, keeps=keeps)
+        search = SiteSearch(model)
         observed = _ObservedPass(model, search)
         observed.run(args, kwargs)
     search.tell()
     if not observed.order and expected:
         raise NoAttentionError(unseen(model, observed.watcher))
-    return observed.trace()
-
-
-def seen(model: nn.Module, args: Args, kwargs: Kwargs) -> ModelTrace:
-    """Returns the trace of a pass over an example, with whole weights."""
-    with whole_weights(uncompiled(model)):
-        return traced(model, args, kwargs)
+    return observed.sites()
 
 
 def run_once(
@@ -506,7 +452,7 @@ class _ObservedPass:
             captured.layout,
         )
         self.order[name] = site
-        self._unclear[name] = _unclear_masks(captured.call)
+        self._unclear[name] = _unclear_scores(captured.call)
         self._visible[name] = visible_pattern(captured.call, site.origin)
 
     def _other_heads(self, site: AttentionSite) -> str:
@@ -516,28 +462,19 @@ class _ObservedPass:
             return ""
         return f"the pass showed {heads} heads instead of {site.n_heads}"
 
-    def trace(self) -> ModelTrace:
-        """The trace of the pass."""
+    def sites(self) -> Sites:
+        """The sites of the pass."""
         types = told_apart(self._visible)
         sites = [
             dataclasses.replace(
                 site,
                 visible=types.get(name, site.visible),
                 unverified=site.unverified or self._other_heads(site),
+                unclear_scores=self._unclear[name],
             )
             for name, site in self.order.items()
         ]
-        indexers = self._search.sites.indexers
-        return ModelTrace(
-            model=self._model,
-            sites=Sites(sites, self.watcher.missed, indexers),
-            traces={
-                name: trace
-                for name, trace in self._search.traces.items()
-                if name in self.order
-            },
-            unclear_masks=self._unclear,
-        )
+        return Sites(sites, self.watcher.missed, self._search.sites.indexers)
 
 
 def unknown_site(
@@ -567,14 +504,17 @@ def unknown_site(
         head_dim=0 if isinstance(call, ScoresCall) else call.q.shape[-1],
         why=why,
         layout=layout,
+        is_sum=isinstance(call, ScoresCall) and not is_product(call),
     )
 
 
-def _unclear_masks(call: object) -> str:
+def _unclear_scores(call: object) -> str:
     """Why the hidden pairs of a hand-written call can't be told from others by their scores, or "". Rows that see no
     key are left out, since padding may have added them."""
     if not isinstance(call, ScoresCall):
         return ""
+    if call.sink is not None:
+        return "a sink, or another column that is no key, is joined to its scores"
     is_low = call.capped <= HIDES
     hidden = torch.zeros_like(is_low)
     if call.mask is not None:

@@ -375,6 +375,7 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
         between=between,
         key_heads=heads_of_keys,
         layout=layout,
+        is_sum=isinstance(call, ScoresCall) and not is_plain,
     )
 
 
