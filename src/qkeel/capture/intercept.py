@@ -59,7 +59,7 @@ from qkeel.capture.score_calls import (
     scores_call,
 )
 from qkeel.capture.tags import Lost, Scores
-from qkeel.capture.user_hooks import hide_recording_hooks, recording_code
+from qkeel.capture.user_hooks import recording_code
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows
 from qkeel.nn import functional_attention
@@ -219,7 +219,7 @@ class CaptureMode(CallObserver):
         self.measure: Callable[[str, PlainCall | None, Tensor | None], bool] | None = (
             None
         )
-        # The code of the user's hooks on the model that record.
+        # The code of the user's hooks that record.
         self._recording: frozenset[CodeType] = frozenset()
         # The calls of the modules in `only_in`.
         self.called_in: list[ModuleCall] = []
@@ -316,11 +316,9 @@ class CaptureMode(CallObserver):
         if not self._knows_name or most > Watch.NAME:
             self.stack.ended = self._module_ended
         around.enter_context(observed_by(self, exchanges=most > Watch.NAME))
-        model = self.stack.root.module
         if modules is None:
-            modules = modules_of(model).values()
-        self._recording = recording_code(model)
-        hide_recording_hooks(modules, around)
+            modules = modules_of(self.stack.root.module).values()
+        self._recording = recording_code(modules)
         if self._only_in is None:
             self.stack.attach(around)
             push_mode(self)
@@ -452,7 +450,9 @@ class CaptureMode(CallObserver):
             self.hidden["what runs inside torch.func.vmap"] = None
             return
         top = self.stack.top
-        if _in_own(top) or (func is SDPA and self._measured(args, kwargs, lse)):
+        if _in_own(top) or self._is_recording():
+            return
+        if func is SDPA and self._measured(args, kwargs, lse):
             return
         if name in FUSED:
             self.apart(lambda: self._read(name, FUSED[name](args, kwargs), rows))
@@ -460,7 +460,7 @@ class CaptureMode(CallObserver):
             self.apart(lambda: self.handwritten.follow(name, top, args, kwargs, out))
 
     def named_call(self, args: Args, kwargs: Kwargs, lse: Tensor | None) -> None:
-        if self._measured(args, kwargs, lse):
+        if self._is_recording() or self._measured(args, kwargs, lse):
             return
         if in_vmap():
             self.hidden["what runs inside torch.func.vmap"] = None
@@ -481,8 +481,6 @@ class CaptureMode(CallObserver):
             return False
         # Inside a transform no kernel has handed out logsumexps.
         if lse is None and transformed_now():
-            return False
-        if self._recording and self._is_recording():
             return False
         plain, mask = None, args[3] if len(args) > 3 else kwargs.get("attn_mask")
         if mask is None and 3 <= len(args) <= 5:
@@ -654,11 +652,13 @@ class CaptureMode(CallObserver):
         """True inside a module whose attention is reported in another way."""
         if _in_own(frame) or any(f.name in self._described for f in frame.line()):
             return True
-        return bool(self._recording) and self._is_recording()
+        return self._is_recording()
 
     def _is_recording(self) -> bool:
         """True inside a hook of the user's that records."""
-        return any(frame.f_code in self._recording for frame in running_frames())
+        return bool(self._recording) and any(
+            frame.f_code in self._recording for frame in running_frames()
+        )
 
 
 def _adds_zeros(
