@@ -345,11 +345,6 @@ class CaptureMode(CallObserver):
         see = in_this_thread(functools.partial(self.guard, report))
         return RowObserver(see, see) if self._rows else see
 
-    def restart(self) -> None:
-        """Forgets the pass that was observed, so that another one can be observed in the same context."""
-        self.handwritten.forget()
-        self.stack.restart()
-
     def end(self) -> None:
         """Reports what is still waiting; the pass is over, or about to be."""
         if self.handwritten.latest or self.handwritten.waiting:
