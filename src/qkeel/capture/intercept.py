@@ -44,7 +44,6 @@ from qkeel.capture.readers import (
     FUSED,
     READERS,
     SDPA,
-    CallObserver,
     UnreadError,
     arranged,
     observed_by,
@@ -71,6 +70,7 @@ from qkeel.patching.modes import (
     Args,
     Function,
     Kwargs,
+    ReadingMode,
     function_name,
     push_mode,
     take_off,
@@ -156,7 +156,7 @@ def name_of(module: str, ordinal: int) -> str:
     return module if ordinal == 0 else f"{module}#{ordinal + 1}"
 
 
-class CaptureMode(CallObserver):
+class CaptureMode(ReadingMode):
     """A torch function mode that reports every attention call of `model` between `__enter__` and `__exit__`.
 
     It makes each call itself, once and with the original arguments, so that results are unchanged; `guard` protects
@@ -196,6 +196,9 @@ class CaptureMode(CallObserver):
     ) -> None:
         super().__init__()
         self.guard, self.probing = guard, by_graph is not None
+        # True while a call is made that arrived by the name F.scaled_dot_product_attention; whether such calls are
+        # handed to `named_call`, because the mode is not active; whether their rows' logsumexps are wanted.
+        self.by_name = self.reads_names = self.wants_logsumexp = False
         # The torch functions to observe now, or None for all, and those of the calls of known modules further out.
         self.only: frozenset[Function] | None = None
         self._outer: list[tuple[frozenset[Function] | None, bool]] = []
@@ -455,6 +458,7 @@ class CaptureMode(CallObserver):
             self.apart(lambda: self.handwritten.follow(name, top, args, kwargs, out))
 
     def named_call(self, args: Args, kwargs: Kwargs, lse: Tensor | None) -> None:
+        """Reads a call that arrived by name, and its rows' logsumexps if its kernel hands them out."""
         if self._is_recording() or self._measured(args, kwargs, lse):
             return
         if in_vmap():
@@ -574,10 +578,8 @@ class CaptureMode(CallObserver):
         )
 
     def called(self, name: str, arguments: Kwargs) -> None:
+        """Reads a call of a function whose code was exchanged."""
         self.apart(lambda: self._read(name, arguments))
-
-    def not_observable(self, name: str, error: Exception) -> None:
-        self.hidden[f"{name}, which can't be watched ({error})"] = None
 
     def _saw(
         self,
