@@ -647,8 +647,6 @@ class SiteStatistics(Mapping[str, LogitStats]):
         self._joint: dict[tuple[str, ...], LogitStats] = {}
         self._waiting: dict[str, CallRows | Tensor] = {}
         self._n_waiting = 0
-        # Sites of two forms in turns are joined, and are named in the order of their calls all the same.
-        self._names: dict[str, None] = {}
         for part in parts:
             self.update(part)
 
@@ -666,31 +664,42 @@ class SiteStatistics(Mapping[str, LogitStats]):
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return itertools.chain(*self.joint)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return sum(map(len, self.joint))
+
+    def __bool__(self) -> bool:
+        # Whether there are some is asked more often than how many.
+        return bool(self._waiting or self._joint)
 
     def _reduce(self) -> None:
         waiting, self._waiting, self._n_waiting = self._waiting, {}, 0
         names = [*waiting]
-        for indices, stats in reduce_calls([*waiting.values()]).items():
-            self._add(tuple([names[i] for i in indices]), stats)
+        reduced = reduce_calls([*waiting.values()])
+        order = [*itertools.chain(*reduced)]
+        if order == sorted(order):
+            for indices, stats in reduced.items():
+                self._add(tuple([names[i] for i in indices]), stats)
+            return
+        # Layers of two forms in turns are kept one by one: the order is that of the calls.
+        calls = {
+            i: _of_site(stats, at, len(indices))
+            for indices, stats in reduced.items()
+            for at, i in enumerate(indices)
+        }
+        for i in sorted(calls):
+            self._add((names[i],), calls[i])
 
     def _add(self, sites: tuple[str, ...], stats: LogitStats) -> None:
         joint = self._joint
-        self._names |= dict.fromkeys(sites)
         if sites in joint:
             joint[sites] = merge(joint[sites], stats)
         elif {*itertools.chain(*joint)}.isdisjoint(sites):
             joint[sites] = stats
         else:
             # Another pass has joined other sites.
-            self._joint = {
-                (site,): _of_site(of_sites, at, len(others))
-                for others, of_sites in joint.items()
-                for at, site in enumerate(others)
-            }
+            self._joint = {(site,): of_site for site, of_site in self.items()}
             for at, site in enumerate(sites):
                 self._add((site,), _of_site(stats, at, len(sites)))
 
@@ -705,7 +714,6 @@ class SiteStatistics(Mapping[str, LogitStats]):
         if isinstance(stats, LogitStats):
             self._add((name,), stats)
         else:
-            self._names[name] = None
             self._waiting[name] = stats
             numbers = stats.fields if isinstance(stats, CallRows) else stats
             self._n_waiting += numbers.numel()
@@ -721,7 +729,6 @@ class SiteStatistics(Mapping[str, LogitStats]):
                 "attention inside torch.func.vmap cannot be measured: tensors created there are invalid outside; "
                 "watch a pass without vmap"
             )
-        self._names |= dict.fromkeys(other)
         for sites, stats in joint_statistics(other).items():
             self._add(sites, stats)
         heads_of = other.heads if isinstance(other, SiteStatistics) else {}

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import CodeType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -79,12 +79,9 @@ from qkeel.patching.module_tables import modules_of, put_hooks, remove_hooks
 from qkeel.patching.torch_state import in_vmap, running_frames, transformed_now
 from qkeel.spec import AttentionCall
 
-
-class Search(Protocol):
-    """Called with the call of a module that is about to make an attention call, or has made scores of which the largest
-    are chosen. Returns what is known of sites then, or None if nothing has changed."""
-
-    def __call__(self, frame: ModuleCall, /, *, chooses: bool) -> KnownSites | None: ...
+# Called with the call of a module that is about to make an attention call, or that `chooses` keys: it has made scores of
+# which the largest are chosen. Returns what is known of sites then, or None if nothing has changed.
+Search = Callable[..., KnownSites | None]
 
 
 # q, k, scale, causality.
@@ -518,9 +515,7 @@ class CaptureMode(ReadingMode):
             heads = _configured_heads(top.module, q) if n_heads is None else n_heads[0]
             packed = unpacked(arguments, heads) if heads else None
             if packed is not None:
-                arguments = packed
-                if rows is not None:
-                    rows = KernelRows(*(x.reshape(len(x), heads, 1) for x in rows))
+                arguments, rows = packed, None
             elif q.ndim != 4 and not q.is_nested:
                 layout = fused_layout(
                     q,
