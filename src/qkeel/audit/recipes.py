@@ -26,7 +26,6 @@ class Rotation:
     #: which two dimensions form a pair; "" if unknown
     pairing: Literal["half", "interleaved", "one pair", ""] = ""
     base: float | None = None  #: base of the frequencies base^(-2i/dims)
-    over: Literal["tokens", "heads"] = "tokens"  #: what the angle grows along
     why: str = ""  #: what is unknown; "" if nothing is
 
     @property
@@ -36,8 +35,6 @@ class Rotation:
 
     def text(self) -> str:
         """Returns text such as `RoPE (half), base 10,000`."""
-        if self.over == "heads":
-            return "turned by an angle that is the same at all positions and grows from head to head: RoPE over heads"
         if not self.pairing:
             return f"changes with the position in an unknown way: {self.why}"
         is_partial = self.dims < self.of
