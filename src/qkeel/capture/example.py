@@ -217,11 +217,6 @@ class ModuleStack:
         del self._named[self._names[id(model)]]
         self.push(model, args, kwargs)
 
-    def restart(self) -> None:
-        """Forgets a pass that may have ended early."""
-        model = self.root.module
-        self.root = self.top = ModuleCall(name="", module=model, parent=None)
-
     def push(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Records that a call of this module begins."""
         inputs = tuple(tensors((args, kwargs))) if self._keep else ()

@@ -124,7 +124,7 @@ class ChangeNorm(ChangeSpec):
                 site.unscaled, "use softcap, which bounds the input of the softmax"
             )
         if refusal is None and norm.kind == "l2":
-            return refuse_scale(self.name, base_spec(site).scale)
+            return refuse_scale(base_spec(site).scale)
         return refusal
 
     def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
@@ -301,14 +301,13 @@ class ChangeNorm(ChangeSpec):
             sizes = [{*(projection.seen or [0])} for projection in placed]
             for projection in placed:
                 projection.seen = None
-        unseen = [site.name for site in sites if site.name not in faults]
-        if unseen or sizes != [{projection.size} for projection in placed]:
+        if sizes != [{projection.size} for projection in placed]:
             raise RefusedError(
-                f"{self.name}: a norm on the output of the projections of {unseen or [s.name for s in sites]} does not "
-                "affect the attention scores, because something other than the module that holds the weights uses them"
+                f"{self.name}: a norm on the output of a projection does not affect the attention scores, because "
+                "something other than the module that holds the weights uses them"
             )
         for site in sites:
-            if fault := faults[site.name]:
+            if fault := faults.get(site.name, "its attention was not seen"):
                 raise RefusedError(
                     f"{self.name} at {where(site)}: after the norm of the projection, {fault}. An operation in between "
                     "(a sum of several outputs, an activation, a gate, pooling) changes their length, or the scores are "
