@@ -428,6 +428,8 @@ def is_product(call: object) -> bool:
         return isinstance(call, AttentionCall) and call.spec.norm.kind == "none"
     if call.q is None or call.k is None:
         return False
+    if not call.logits.numel():
+        return True
     q, z = call.q, call.logits
     scale = call.spec.scale.factor(q.new_zeros(1, 1), q.shape[-1], {})
     k = call.k.repeat_interleave(q.shape[1] // call.k.shape[1], 1)
