@@ -24,10 +24,6 @@ from qkeel.sites import HeadSlice, find_sites
 from .models import attention
 
 
-def rows(index, axis=0):
-    return HeadSlice(parameter="w", axis=axis, index=index)
-
-
 def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused():
     model = attention()
     optimizer = sgd(model, lr=1e-3)

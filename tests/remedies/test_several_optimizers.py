@@ -56,7 +56,7 @@ def test_gains_that_no_optimizer_holds_are_told_of_once(recwarn):
         train(decoder, optimizers, 4)
     (message,) = warned(recwarn)
     assert "norm" in message
-    assert "3 more" in message  # two gains in two layers
+    assert "the 4 parameters" in message  # two gains in two layers
 
 
 # Weights and biases of one attention layer lie in different optimizers.

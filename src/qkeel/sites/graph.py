@@ -11,7 +11,6 @@ from torch.autograd.graph import GradientEdge, Node
 
 from qkeel.patching.autograd import (
     inputs_of,
-    is_marked_norm,
     is_transposed,
     output_like,
     variable_of,
@@ -272,7 +271,7 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
                 leaves = leaves_of(part, stops) or ()
                 if len(leaves) == 1 and _is_matrix(variable_of(leaves[0]), names):
                     tables[leaves[0]] = None
-        if name in NORMS or is_marked_norm(node):
+        if name in NORMS:
             # A term that is added after a norm is the norm's bias.
             normed, bias = True, None
         elif name == "AddBackward0":

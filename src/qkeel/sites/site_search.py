@@ -5,7 +5,7 @@ projections runs, with a part of what that module was called with, and is read a
 of the model runs for it, and what the copy and its objects store is the copy's.
 
 `find_sites` returns the sites. `apply`, its remedies and their checks keep the trace while they run, and take the
-operands, the weights of the values, and the called modules from it instead of running the model again.
+weights of the values from it instead of running the model again.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ from qkeel.sites.site import (
 )
 from qkeel.sites.trace import (
     ModuleTrace,
-    OperandNorms,
     common_module,
     read_module,
 )
@@ -434,14 +433,12 @@ class ModelTrace:
         model: the model.
         sites: the attention sites, in the order of the calls.
         traces: of each site, by name, the trace in which it was found.
-        called: the number of calls of each module, by its id.
         unclear_masks: why hidden pairs of a hand-written site are not known by their scores, or "".
     """
 
     model: nn.Module
     sites: Sites
     traces: Mapping[str, SiteTrace]
-    called: Mapping[int, int]
     unclear_masks: Mapping[str, str]
 
     @property
@@ -451,16 +448,6 @@ class ModelTrace:
             name: trace.of_module.calls[trace.name]
             for name, trace in self.traces.items()
         }
-
-    def module_call(self, site: AttentionSite) -> ModuleCall:
-        """The module call that made the first attention call of a site, with its inputs."""
-        trace = self.traces[site.name]
-        return trace.with_graph.calls[trace.name][0].frame
-
-    def operands(self, site: str) -> list[tuple[OperandNorms, OperandNorms]]:
-        """The operands of every product of a site's first call that was fully observed; none for a site of another pass."""
-        trace = self.traces.get(site)
-        return [] if trace is None else trace.with_graph.operands(trace.name)
 
     def value_slices(self) -> dict[str, tuple[HeadSlice, ...] | str]:
         """The last weights on the path of each site's values [b g s d], or the reason why they are unknown, by site."""
@@ -671,7 +658,6 @@ class _ObservedPass:
                 for name, trace in self._search.traces.items()
                 if name in self.order
             },
-            called=self.watcher.stack.called,
             unclear_masks=self._unclear,
         )
 

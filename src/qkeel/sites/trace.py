@@ -20,7 +20,6 @@ from collections.abc import (
 from typing import final
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkeel.capture.calls import ScoresCall, fewest_keys, key_heads
@@ -29,7 +28,6 @@ from qkeel.capture.hand_written import is_projected, reached
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.capture.known_sites import INDEX, layer_of
 from qkeel.capture.visible_pattern import KeyOrigin
-from qkeel.functional.norms import widest
 from qkeel.patching.autograd import nodes_of
 from qkeel.sites.graph import names_of
 from qkeel.sites.module_copy import LoneCall, PartOfArguments
@@ -53,42 +51,6 @@ from qkeel.sites.verify import CallPlace, Verification, products_of_call
 from qkeel.spec import AttentionCall
 
 Gains = tuple[NormGain, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OperandNorms:
-    """The q or k of one product of a site.
-
-    Attributes:
-        width: the number of features over which a logit is summed.
-        lengths: the norm of each vector.
-    """
-
-    width: int
-    lengths: Float[Tensor, "b h t"]
-
-    @classmethod
-    def of(cls, x: Tensor) -> OperandNorms:
-        """Reads q or k [b h t d] of a call."""
-        return cls(
-            width=x.shape[-1],
-            lengths=x.detach().to(widest(x.device)).norm(dim=-1),
-        )
-
-    def normed(self, over: str, tolerance: float) -> bool:
-        """True if all vectors of a head, or of all heads together, have the same norm (or are zero), up to the relative
-        `tolerance`."""
-        lengths = self.lengths
-        if over != "head":
-            lengths = lengths.square().sum(1, keepdim=True).sqrt()
-        most = lengths.amax((0, 2))
-        least = lengths.where(lengths > 0, most[None, :, None]).amin((0, 2))
-        return bool((most - least <= tolerance * most).all())
-
-    def extremes(self) -> tuple[float, float]:
-        """The smallest and the largest mean square among the nonzero vectors."""
-        squares = self.lengths[self.lengths > 0].square() / self.width
-        return (float(squares.min()), float(squares.max())) if len(squares) else (0, 0)
 
 
 @final
@@ -162,14 +124,6 @@ class ModuleTrace:
     def set_sites(self, sites: Iterable[AttentionSite]) -> None:
         """Takes other sites in the place of those that were read."""
         self.sites = Sites(sites, self.sites.missed, self.sites.indexers)
-
-    def operands(self, name: str) -> list[tuple[OperandNorms, OperandNorms]]:
-        """The operands of every product of a site's first call, if it was fully observed."""
-        return [
-            (OperandNorms.of(q), OperandNorms.of(k))
-            for q, k in products_of_call(self.calls[name][0].call)
-            if q is not None and k is not None
-        ]
 
     def value_slices(
         self, name: str, of: Container[str] | None = None
