@@ -417,6 +417,7 @@ def test_the_ranking_has_a_column_per_rate_and_means_over_seeds():
             "lr": 0.01,
             "max_logit": 40.0,
             "val_accuracy": 0.5,
+            "val_bleu": 12.34,
         },
         more,
         {**about, "lr": 0.5, "status": "failed"},
@@ -424,7 +425,7 @@ def test_the_ranking_has_a_column_per_rate_and_means_over_seeds():
     cells = [[column.header, *column.cells] for column in ranking(rows).columns]
     assert cells == [
         ["remedy", "none", r"\[x]"],
-        ["lr 0.01", "2.000, 50.0 % correct (40)", "–"],
+        ["lr 0.01", "2.000, 50.0 % correct, BLEU 12.3 (40)", "–"],
         ["lr 0.1", "2.500 (30)", "5.000 (7)"],
     ]
 
