@@ -255,6 +255,7 @@ def _accuracy_curves(study: StudyData) -> dict[str, object]:
 # Columns that only some tasks have, with the number that they show or the two numbers whose ratio they show.
 _TASK_COLUMNS: Mapping[str, Sequence[str]] = {
     "Held-out accuracy": ["val_accuracy"],
+    "BLEU": ["val_bleu"],
     "Image loss": ["val_loss/image"],
     "Caption loss": ["val_loss/caption"],
     "Text loss": ["val_loss/text"],
