@@ -146,10 +146,13 @@ def test_a_step_that_initialises_the_state_by_hand_is_none_and_another_is_refuse
     handle = qkeel.apply(model, "lalr", optimizer)
     initialised_by_hand(optimizer)
     assert handle.active
+    # A rate of 0 initialises states, but not that of one group alone.
+    optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 0.0})
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     with pytest.raises(RefusedError, match="took a step before"):
         optimizer.step()
+    assert not handle.active
     assert not any("qkeel" in group for group in optimizer.param_groups)
 
 

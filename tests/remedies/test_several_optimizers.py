@@ -175,18 +175,6 @@ def test_two_optimizers_for_q_and_the_rest_act_as_one_optimizer_of_the_same_kind
             assert not torch.equal(plain.get_parameter(name), p)
 
 
-def test_what_an_optimizer_without_a_step_holds_is_clipped_too():
-    model = Separate()
-    first, second = queries_and_rest(model)
-    for optimizer in (first, second):
-        optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
-    qkeel.apply(model, f"qk_clip:threshold={TAU}", [first, second], batch=X)
-    model(X).square().sum().backward()
-    first.step()
-    near = torch.full((HEADS,), TAU).double()
-    assert_close(model.largest(X), near, rtol=1e-5, atol=0)
-
-
 class Pair(nn.Module):
     """Two layers, each checkpointed unless `reentrant` is None."""
 

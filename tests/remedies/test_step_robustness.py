@@ -11,30 +11,12 @@ from tests.training import adamw, sgd, step
 import qkeel
 from qkeel.errors import RefusedError
 
-from .foreign import encoder, example, hf, out
+from .foreign import example, hf, out
 from .models import assert_same, decoder, snapshot
 from .models import tokens as ids
 
 STEP = ["lalr", "qk_lr", "qk_clip", "qk_weight_decay"]
 every_remedy = pytest.mark.parametrize("remedy", STEP)
-
-
-@every_remedy
-def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_say(
-    remedy,
-):
-    model = encoder()
-    optimizer = adamw(model)
-    # A rate of 0 initialises states, but not that of one group alone.
-    optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 0.0})
-    handle = qkeel.apply(model, remedy, optimizer)
-    before = snapshot(model)
-    with pytest.raises(
-        RefusedError, match=rf"qkeel.apply\(model, '{remedy}', optimizer, batch=batch\)"
-    ):
-        optimizer.step()
-    assert_same(before, snapshot(model))
-    assert not handle.active
 
 
 # --- optimizers
