@@ -40,7 +40,6 @@ def test_heads_are_folded_by_hand():
         "max": [0.5, 0.2, np.nan],
         "min": [0.1, 0.2, np.nan],
         "mean": [0.3, 0.2, np.nan],
-        "share_of_sinks": [0.25, 0.0, np.nan],
     }
     folds = {name: fold(values).tolist() for name, fold in file_formats._FOLDS.items()}
     assert folds.keys() == expected.keys()

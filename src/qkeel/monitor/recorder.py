@@ -48,7 +48,6 @@ class PendingStep(NamedTuple):
         step, phase: the step, and the role of its passes.
         vector: the numbers on their way.
         counts: what this process's monitor counts of its own work, keyed by records.MONITOR_FIELDS.
-        unread: the part of the step's statistics that was not read before its end, or None for everything.
         types: the types of this process's layers, which may change when longer sequences are seen.
         limits: the active clips and caps.
     """
@@ -57,7 +56,6 @@ class PendingStep(NamedTuple):
     phase: Phase
     vector: StepVector
     counts: Mapping[str, float]
-    unread: StatsBySite | None
     types: Mapping[str, str]
     limits: Mapping[str, str]
 
@@ -109,9 +107,8 @@ class Recorder:
         # Loaded from a checkpoint, until the first numbers arrive.
         self._loaded: State = {}
         self._pending: list[PendingStep] = []
-        # Steps whose statistics nobody has read, and statistics of steps that were read in part.
+        # Steps whose statistics nobody has read.
         self._unread: dict[Phase, list[StepVector]] = {"train": [], "eval": []}
-        self._rests: dict[Phase, list[StatsBySite]] = {"train": [], "eval": []}
 
     def expect(self, pending: PendingStep) -> None:
         """Takes a step, which is recorded when its numbers have arrived."""
@@ -129,23 +126,19 @@ class Recorder:
             pending = self._pending.pop(0)
             if pending.vector.wait():
                 phase, unread = pending.phase, self._unread[pending.phase]
-                if pending.unread is None:
-                    unread.append(pending.vector)
-                elif pending.unread:
-                    self._rests[phase].append(pending.unread)
+                unread.append(pending.vector)
                 if len(unread) > _UNREAD:
                     self._unread[phase] = _merged(unread)
                 self._record(pending)
 
     def has(self, phase: Phase) -> bool:
         """Returns whether there are statistics of recorded steps that nobody has read."""
-        return bool(self._unread[phase] or self._rests[phase])
+        return bool(self._unread[phase])
 
     def take(self, phase: Phase) -> StatsBySite:
         """Returns the statistics of recorded steps that nobody has read, and forgets them."""
         vectors, self._unread[phase] = _merged(self._unread[phase]), []
-        rests, self._rests[phase] = self._rests[phase], []
-        return SiteStatistics([*rests, *[vector.stats() for vector in vectors]])
+        return SiteStatistics([vector.stats() for vector in vectors])
 
     def _record(self, pending: PendingStep) -> None:
         """Adds the numbers of one step to the history, and passes them to rules and sinks."""
@@ -334,6 +327,6 @@ def _merged(vectors: Sequence[StepVector]) -> list[StepVector]:
     for vector in vectors:
         by_table.setdefault(vector.table, []).append(vector.vector)
     return [
-        StepVector(table, [torch.from_numpy(table.merge(of_table))])
+        StepVector(table, torch.from_numpy(table.merge(of_table)))
         for table, of_table in by_table.items()
     ]

@@ -29,10 +29,7 @@ from qkeel.records import disk
 from qkeel.records.disk import read_file
 from qkeel.records.recorded_fields import (
     BLOCK_FIELDS,
-    LAYER_FIELDS,
-    SINK_HEAD,
     head_field,
-    measured_field,
     of_layers,
 )
 
@@ -368,10 +365,6 @@ _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "max": _largest,
     "min": _smallest,
     "mean": _mean,
-    # Σ [x > 0.3] / n over the n measured heads.
-    "share_of_sinks": lambda values: _mean(
-        np.where(np.isnan(values), np.nan, values > SINK_HEAD)
-    ),
 }
 
 
@@ -380,10 +373,8 @@ def fold_heads(name: str, values: np.ndarray) -> np.ndarray:
 
     >>> float(fold_heads("max_logit", np.array([1.0, np.nan, 3.0])))
     3.0
-    >>> float(fold_heads("sink_head_ratio", np.array([0.1, np.nan, 0.9, 0.2, 0.8])))
-    0.5
     """
-    field = LAYER_FIELDS.get(name) or BLOCK_FIELDS.get(name) or head_field(name)
+    field = BLOCK_FIELDS.get(name) or head_field(name)
     return _FOLDS["mean" if field is None else field.fold](values)
 
 
@@ -401,7 +392,7 @@ def layer_values(
     array([nan,  2.])
     """
     if not of_layers(name):
-        of_heads = heads.get(measured_field(name))
+        of_heads = heads.get(name)
         return None if of_heads is None else fold_heads(name, of_heads)
     columns = [values.get(f"{name}/{layer}") for layer in layers]
     recorded = [np.shape(column) for column in columns if column is not None]
