@@ -134,6 +134,8 @@ class Monitor(Handle):
         self._models: dict[str, StepNumbers] = {}
         # The models that have made a pass since the last step, where each step is a pass of each.
         self._passed: dict[Phase, set[str]] = {"train": set(), "eval": set()}
+        # What was read before the end of its step.
+        self._taken: dict[Phase, list[StatsBySite]] = {"train": [], "eval": []}
         # What has been sent of the monitor's own counts.
         self._calls: dict[Phase, float] = {"train": 0, "eval": 0}
         self._seconds = 0.0
@@ -272,19 +274,25 @@ class Monitor(Handle):
         return self._steps.begun
 
     def read(self, phase: Phase | None = None) -> StatsBySite:
-        """Returns the statistics of all steps recorded since the last read, keyed by site name, on the CPU.
+        """Returns the statistics of all passes measured since the last read, keyed by site name, on the CPU.
 
         Those of trained passes ("train") and of others ("eval") are kept apart. If no phase is given, the statistics of
-        trained passes are returned or, if there were none, those of others. Passes of the step that runs are returned
-        only if there is nothing else, and again when it has ended. If several processes train, the statistics cover all
-        of them.
+        trained passes are returned or, if there were none, those of others. Passes whose role is not known yet are
+        returned only if there is nothing else, and again when it is known. If several processes train, the statistics
+        are those of finished steps, and cover all of them.
         """
         # Numbers on their way are waited for here, and nowhere in a training step.
         self._settle()
         is_trained = self._recorder.has("train") or self._has("train")
         shown_phase = phase or ("train" if is_trained else "eval")
-        recorded = self._recorder.take(shown_phase)
-        return dict(recorded or on_host(self._merged(lambda tap: tap.peek(phase))))
+        recent: StatsBySite = {}
+        # A step that several processes measure together has no statistics before its end.
+        if shown_phase == "eval" or not self._group.records_jointly:
+            recent = on_host(self._merged(lambda tap: tap.take(shown_phase)))
+        if recent:
+            self._taken[shown_phase].append(recent)
+        stats = SiteStatistics([self._recorder.take(shown_phase), recent])
+        return dict(stats or on_host(self._merged(lambda tap: tap.peek(phase))))
 
     @property
     def sample(self) -> Sample | None:
@@ -468,8 +476,6 @@ class Monitor(Handle):
 
     def _types(self) -> Mapping[str, LayerType]:
         """The types of the observed layers of all models."""
-        if "" in self._models:
-            return self._models[""].sites.types
         types: dict[str, LayerType] = {}
         for name, numbers in self._models.items():
             of_model = numbers.sites.types.items()
@@ -544,7 +550,7 @@ class Monitor(Handle):
 
     def _close_evaluation(self) -> None:
         """Ends the passes since the last step that were not trained, if there were any."""
-        if self._has("eval"):
+        if self._has("eval") or self._taken["eval"]:
             self._close("eval", self._steps.done, None, alone=True)
 
     def _warn_without_passes(self) -> None:
@@ -564,7 +570,12 @@ class Monitor(Handle):
         self, phase: Phase, step: int, rate: float | Tensor | None, *, alone: bool
     ) -> None:
         """Sends the numbers of a phase on; with `alone`, only this process records them."""
-        stats = self._merged(lambda tap: tap.take(phase))
+        fresh, taken = self._merged(lambda tap: tap.take(phase)), self._taken[phase]
+        self._taken[phase] = []
+        # What was read before is on the host, and is merged there.
+        if taken:
+            fresh = on_host(fresh)
+        stats = SiteStatistics([*taken, fresh]) if taken else fresh
         numbers: dict[NumberKey, Tensor | Number] = {}
         if phase == "train":
             if rate is not None:
@@ -586,6 +597,8 @@ class Monitor(Handle):
                 phase,
                 vector,
                 counts,
+                # `read` has handed out the rest of this step already.
+                unread=fresh if taken else None,
                 types=self._types(),
                 limits=logit_limits(self.sites) if phase == "train" else {},
             )

@@ -189,8 +189,7 @@ class ProcessGroup:
         elif self._name and not self._alone:
             # The store may have ended with the process that hosts it.
             with suppress(RuntimeError):
-                for point in ("begins", "meets"):
-                    withdraw(f"{self._name} {point}")
+                withdraw(f"{self._name} meets")
 
     def _meet(self, stats: StatsBySite, numbers: Numbers) -> None:
         """Lets all processes introduce themselves, and finds those that run the same model as this one."""

@@ -48,6 +48,7 @@ class PendingStep(NamedTuple):
         step, phase: the step, and the role of its passes.
         vector: the numbers on their way.
         counts: what this process's monitor counts of its own work, keyed by records.MONITOR_FIELDS.
+        unread: the part of the step's statistics that was not read before its end, or None for everything.
         types: the types of this process's layers, which may change when longer sequences are seen.
         limits: the active clips and caps.
     """
@@ -56,6 +57,7 @@ class PendingStep(NamedTuple):
     phase: Phase
     vector: StepVector
     counts: Mapping[str, float]
+    unread: StatsBySite | None
     types: Mapping[str, str]
     limits: Mapping[str, str]
 
@@ -107,8 +109,9 @@ class Recorder:
         # Loaded from a checkpoint, until the first numbers arrive.
         self._loaded: State = {}
         self._pending: list[PendingStep] = []
-        # Steps whose statistics nobody has read.
+        # Steps whose statistics nobody has read, and statistics of steps that were read in part.
         self._unread: dict[Phase, list[StepVector]] = {"train": [], "eval": []}
+        self._rests: dict[Phase, list[StatsBySite]] = {"train": [], "eval": []}
 
     def expect(self, pending: PendingStep) -> None:
         """Takes a step, which is recorded when its numbers have arrived."""
@@ -126,19 +129,23 @@ class Recorder:
             pending = self._pending.pop(0)
             if pending.vector.wait():
                 phase, unread = pending.phase, self._unread[pending.phase]
-                unread.append(pending.vector)
+                if pending.unread is None:
+                    unread.append(pending.vector)
+                elif pending.unread:
+                    self._rests[phase].append(pending.unread)
                 if len(unread) > _UNREAD:
                     self._unread[phase] = _merged(unread)
                 self._record(pending)
 
     def has(self, phase: Phase) -> bool:
         """Returns whether there are statistics of recorded steps that nobody has read."""
-        return bool(self._unread[phase])
+        return bool(self._unread[phase] or self._rests[phase])
 
     def take(self, phase: Phase) -> StatsBySite:
         """Returns the statistics of recorded steps that nobody has read, and forgets them."""
         vectors, self._unread[phase] = _merged(self._unread[phase]), []
-        return SiteStatistics([vector.stats() for vector in vectors])
+        rests, self._rests[phase] = self._rests[phase], []
+        return SiteStatistics([*rests, *[vector.stats() for vector in vectors]])
 
     def _record(self, pending: PendingStep) -> None:
         """Adds the numbers of one step to the history, and passes them to rules and sinks."""

@@ -122,45 +122,30 @@ def read_lines(path: Path) -> Iterator[JSONObject]:
     Raises:
         DamagedFileError: a line is damaged; the message gives its number.
     """
-    damage = None
-    for number, (_, value) in enumerate(_scan(path), start=1):
-        # a torn line is the last one.
-        if damage is not None:
-            raise DamagedFileError(
-                f"{path}, line {number - 1} is not complete JSON, so the file was damaged ({damage})"
-            )
-        if isinstance(value, ValueError):
-            damage = value
-        else:
-            yield value
-
-
-def whole_bytes(path: Path) -> int:
-    """Returns the number of bytes of a .jsonl file before its first damaged line."""
-    begin = 0
-    for end, value in _scan(path):
-        if isinstance(value, ValueError):
-            break
-        begin = end
-    return begin
-
-
-def _scan(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields, for each line, the byte offset of its end and its object, or the ValueError from parsing it."""
     # Path.exists raises for a name that is too long.
     if not os.path.exists(path):
         return
-    end = 0
+    damage = None
     with reported(f"cannot read {path}"), open(path, "rb") as file:
-        for line in file:
-            end += len(line)
+        for number, line in enumerate(file, start=1):
+            # a torn line is the last one.
+            if damage is not None:
+                raise DamagedFileError(
+                    f"{path}, line {number - 1} is not complete JSON, so the file was damaged ({damage})"
+                )
             try:
                 value = parse_json(line)
                 if not line.endswith(b"\n") or not isinstance(value, dict):
                     raise ValueError("expected an object and a line end")
             except ValueError as failure:
-                value = failure
-            yield end, value
+                damage = failure
+                continue
+            yield value
+
+
+def whole_bytes(path: Path) -> int:
+    """Returns the number of bytes of a .jsonl file without an incomplete last line."""
+    return read_file(path).rfind(b"\n") + 1
 
 
 def parse_json(text: bytes) -> Any:

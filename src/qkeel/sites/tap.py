@@ -258,11 +258,7 @@ class Tap(Handle):
         return self._stats["train"].joined()
 
     def peek(self, phase: Phase | None = None) -> Mapping[str, LogitStats]:
-        """Returns the statistics since the last `take`, and keeps them: without any, those of passes whose role is open,
-        taken for trained if the model was in training mode."""
-        settled = self._stats[phase or ("train" if self.has("train") else "eval")]
-        if settled:
-            return settled.joined()
+        """Returns the statistics of passes whose role is open, taken for trained if the model was in training mode."""
         sites = SiteStatistics()
         for held in self._held:
             if held.stats is not None and phase in (
