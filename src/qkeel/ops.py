@@ -142,12 +142,12 @@ def attention(
     call = band_call(call, cu_seqlens=cu_seqlens)
     if isinstance(stats, str):
         check_known("statistics", stats, ["max"])
-        return _with_maxima(call, impl)
-    out = choose(call, impl)(call)
+        return run_with_maxima(call, impl)
+    out = run(call, impl)
     return (out, logit_stats(call)) if stats else out
 
 
-def _with_maxima(call: AttentionCall, impl: str) -> tuple[Tensor, LogitStats]:
+def run_with_maxima(call: AttentionCall, impl: str) -> tuple[Tensor, LogitStats]:
     """Returns the output and the largest logits, from the kernel's own pass where it computes them."""
     kernel = choose(call, impl)
     # The compiled kernel has the maxima at hand, as it subtracts them anyway.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -322,36 +320,6 @@ def test_a_gain_is_told_where_heads_are_as_many_as_their_dimensions(shape):
 def test_a_rotation_behind_an_unknown_norm_is_unknown():
     report = by_hand(lambda x, norm: rope(x.clamp(-1, 1)))
     assert report.lines()[2].split() == ["position", "unknown"]
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_rotation_along_heads_in_place_of_positions_is_told(seed):
-    draw = random.Random(seed)
-    pairing, norm = (
-        draw.choice(["half", "interleaved"]),
-        draw.choice([None, F.rms_norm]),
-    )
-    heads, size = draw.choice([2, 3, 5]), draw.choice([4, 8])
-    order = list(range(size))
-    if pairing == "interleaved":
-        order = order[::2] + order[1::2]
-    back = [*order, *range(size, 8)]
-
-    def turned(x, norm_of_site, is_over_heads):
-        x = x if norm is None else norm(x, (8,))
-        x = x.transpose(1, 2) if is_over_heads else x
-        y = torch.empty_like(x)
-        y[..., back] = torch.cat([rope(x[..., order]), x[..., size:]], -1)
-        return y.transpose(1, 2) if is_over_heads else y
-
-    x = randn(2, 12, 8 * heads, seed=seed)
-    for is_over_heads in (False, True):
-        step = functools.partial(turned, is_over_heads=is_over_heads)
-        (site,) = qkeel.explain(hand_written(step, heads), x).sites
-        rotation = site.rotation
-        assert rotation.over == ("heads" if is_over_heads else "tokens")
-        assert (rotation.pairing, rotation.dims) == (pairing, size)
-        assert (rotation.base is None) == is_over_heads
 
 
 def thrown_away(x, norm):

@@ -135,7 +135,7 @@ UNKNOWN = {
     "no heads": (pair(), None, {}, "--n-heads"),
     "no order": (FUSED, Geometry(n_heads=4), {}, "--layout"),
     "other heads": (pair(), Geometry(n_heads=5), {}, "5 heads"),
-    "other key heads": (pair(), Geometry(n_kv_heads=2), None, "4 key heads"),
+    "other key heads": (pair(), Geometry(n_kv_heads=2), None, "k_proj 32"),
     "other head_dim": (pair(), Geometry(head_dim=4), None, "key heads of 4"),
     "other names": (
         pair() | {"layers.9.linear_attn.in_proj_qkvz.weight": torch.ones(4, 4)},
@@ -270,6 +270,9 @@ BOUNDS = {
             "k_lora.weight",
             "qk_norm.weight",
             "qnorm.weight",
+            "add_q_proj.weight",
+            "norm_added_q.weight",
+            "qkv_y.weight",
         )
     },
 }
@@ -287,6 +290,21 @@ def test_a_bound_is_given_where_a_norm_surely_precedes_attention(name, tmp_path)
     assert note in "".join(site.notes)
     assert bool(site.assumed) == (not note and config.get("model_type") != "llama")
     assert all(math.isfinite(x.logit_bound[0]) for x in sites if x is not site)
+
+
+@pytest.mark.parametrize(
+    "streams", [("img_attn", "txt_attn"), ("context_block.attn", "x_block.attn")]
+)
+def test_two_streams_of_tokens_are_one_layer_without_a_bound(streams, tmp_path):
+    """The queries of one meet the keys of the other, whose gains may be larger."""
+    stored = {}
+    for stream in streams:
+        stored[f"h.0.{stream}.qkv.weight"] = torch.randn(96, 32)
+        for side in "qk":
+            stored[f"h.0.{stream}.ln_{side}.weight"] = torch.ones(8)
+    (site,) = scanned(tmp_path, stored).sites
+    assert site.name == f"h.0.{streams[0]}"
+    assert not any(map(math.isfinite, site.bounds()))
 
 
 def test_yarn_of_one_type_of_layers_counts(tmp_path):

@@ -4,12 +4,8 @@ import contextlib
 import copy
 import functools
 import math
-import os
 import random
-import tempfile
 import types
-import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from tests.attention import from_heads, to_heads
 from tests.quick import one_in
-from tests.training import adamw, sgd
+from tests.training import adamw, sgd, warned
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -267,6 +263,30 @@ def wrapped(draw, model):
 EVENTS = ["nothing", "wrap", "compile", "assign", "optimizer", "assign+optimizer"]
 
 
+def happen(event, draw, model):
+    """What programs do to a model after qkeel has seen it."""
+    if event == "wrap":
+        wrapped(draw, model)
+    if event == "compile":
+        model.blocks[0].attend.compile(backend="eager")
+    if "assign" in event:
+        state = {name: p.clone() for name, p in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+
+
+@torch.no_grad()
+def largest_logits(model, attends, x):
+    """The largest logit of each layer and head [l h], in float64."""
+    tops = []
+    for block, attend in zip(model.blocks, attends, strict=True):
+        q, k, _ = attend.heads(block.first(x))
+        z = q.double() @ k.double().mT * SIZE**-0.5
+        hidden = torch.ones(T, T).triu(1).bool() & attend.plan.causal
+        tops.append(z.masked_fill(hidden, -torch.inf).amax((0, 2, 3)))
+        x = block(x)
+    return torch.stack(tops)
+
+
 def step_outcome(seed):
     """What is wrong with a clip or a freeze after something has happened to the model or its optimizer, or ""."""
     torch.manual_seed(seed)
@@ -278,24 +298,14 @@ def step_outcome(seed):
     spoiled = draw.choice([None, None, math.nan, math.inf])
     model, x = model.to(dtype), x.detach().to(dtype).requires_grad_(x.requires_grad)
     title = f"{remedy} {event} {dtype} {spoiled} {is_watched} on {vars(plan)}"
-    make = draw.choice([adamw, sgd])
     is_clip, attends = remedy != "frozen_qk", [block.attend for block in model.blocks]
-    make = functools.partial(make, lr=0.0 if is_clip else 0.1)
+    make = functools.partial(draw.choice([adamw, sgd]), lr=0.0 if is_clip else 0.1)
     optimizer = make(model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", QkeelWarning)
+    with warned(QkeelWarning) as told:
         try:
-            qkeel.apply(
-                model, remedy, optimizer, **{"batch": x} if draw.random() < 0.7 else {}
-            )
-            if event == "wrap":
-                wrapped(draw, model)
-            if event == "compile":
-                model.blocks[0].attend.compile(backend="eager")
-            if "assign" in event:
-                state = {name: p.clone() for name, p in model.state_dict().items()}
-                model.load_state_dict(state, assign=True)
+            example = {"batch": x} if draw.random() < 0.7 else {}
+            qkeel.apply(model, remedy, optimizer, **example)
+            happen(event, draw, model)
             if "optimizer" in event:
                 optimizer = make(model)
             if is_watched:
@@ -311,47 +321,14 @@ def step_outcome(seed):
                 optimizer.zero_grad()
         except QkeelError as error:
             return f"told {title}: {error}"
-    told = [str(warning.message) for warning in caught]
     if is_clip:
-        tops, inputs = [], x
-        for block, attend in zip(model.blocks, attends, strict=True):
-            q, k, _ = attend.heads(block.first(inputs))
-            z = q.double() @ k.double().mT * SIZE**-0.5
-            if plan.causal:
-                z = z.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
-            tops.append(float(z.detach().max()))
-            inputs = block(inputs)
         slack = 1e-6 if dtype == torch.float64 else 0.02
-        wrong = max(tops) > TAU * (1 + slack) and f"largest logits {tops}"
+        top = largest_logits(model, attends, x)
+        wrong = float(top.max()) > TAU * (1 + slack) and f"largest logits {top}"
     else:
-        same = [
-            torch.equal(a.rows_of_qk(), b) for a, b in zip(attends, rows, strict=True)
-        ]
+        same = [torch.equal(a.rows_of_qk(), b) for a, b in zip(attends, rows)]
         wrong = not all(same) and f"moved: {same}"
-    if not wrong:
-        return ""
-    return f"{'told' if told else 'WRONG'} {title}: {wrong} {told}"
-
-
-class TiledLoss(torch.autograd.Function):
-    """Minus the mean log-probability of class 0, with exponentials of logits times logits, as fused heads compute."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight):
-        total, moment = 0, 0
-        for tile in weight.split(4):
-            z = hidden @ tile.mT
-            total, moment = total + z.exp().sum(-1), moment + (z.exp() * z).sum(-1)
-        ctx.save_for_backward(hidden, weight)
-        return (total.log() - hidden @ weight[0]).mean() + 0 * moment.mean()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        hidden, weight = ctx.saved_tensors
-        p = (hidden @ weight.mT).softmax(-1)
-        p[..., 0] -= 1
-        p *= gradient / p[..., 0].numel()
-        return p @ weight, p.flatten(0, -2).mT @ hidden.flatten(0, -2)
+    return f"{'told' if told else 'WRONG'} {title}: {wrong} {told}" if wrong else ""
 
 
 FIRST = ["nothing", "meta", "fake", "export", "inference", "evaluation"]
@@ -375,92 +352,38 @@ def first_pass(kind, model, x):
         model.train()
 
 
-class Recorded(qkeel.monitor.Sink):
-    """The largest logits by step, of trained passes."""
-
-    def __init__(self):
-        self.tops = {}
-
-    def open(self, about):
-        pass
-
-    def write(self, sample):
-        if sample.phase == "train" and "max_logit" in sample.heads:
-            self.tops[int(sample.step)] = sample.heads["max_logit"]
-
-    def alarm(self, alarm):
-        pass
-
-    def close(self, complete):
-        pass
-
-
-def trained(seed, folder):
-    """Losses, largest logits by step in float64, those that were recorded, and what was told, of a drawn program; it is
-    watched into a relative folder, if there is one to begin in."""
+def trained(seed, is_watched):
+    """The losses, the largest logits by step, those that were recorded, and the title of a drawn program."""
     torch.manual_seed(seed)
     draw = random.Random(seed)
     plan, model, x = planned(draw)
-    first, moves = draw.choice(FIRST), draw.random() < 0.5
-    event, tiled = draw.choice(["nothing", "wrap", "compile"]), draw.random() < 0.5
-    optimizer, head = sgd(model, 0.01), torch.randn(8, WIDTH, dtype=torch.float64)
-    record, losses, tops, attends = Recorded(), [], [], [b.attend for b in model.blocks]
-    model.title = f"{first} moves={moves} {event} tiled={tiled} {vars(plan)}"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", QkeelWarning)
-        if folder is not None:
-            os.chdir(folder / "here")
-            qkeel.watch(model, optimizer, sinks=[record, "./run"], rules=())
-        with contextlib.suppress(Exception):
-            first_pass(first, model, x)
-        if event == "wrap":
-            wrapped(draw, model)
-        if event == "compile":
-            model.blocks[0].attend.compile(backend="eager")
-        for step in range(3):
-            if folder is not None and step and moves:
-                os.chdir(folder / "there")
-            with torch.no_grad():
-                inputs, top = x, []
-                for block, attend in zip(model.blocks, attends, strict=True):
-                    q, k, _ = attend.heads(block.first(inputs))
-                    z = q @ k.mT * SIZE**-0.5
-                    hidden = torch.ones(T, T).triu(1).bool() & plan.causal
-                    top.append(z.masked_fill(hidden, -torch.inf).amax((0, 2, 3)))
-                    inputs = block(inputs)
-                tops.append(torch.stack(top).numpy())
-            output = model(x)
-            loss = TiledLoss.apply(output, head) if tiled else output.square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-    return model, losses, tops, record.tops, [str(w.message) for w in caught]
+    first, event = draw.choice(FIRST), draw.choice(["nothing", "wrap", "compile"])
+    optimizer, attends = sgd(model, 0.01), [block.attend for block in model.blocks]
+    losses, tops, recorded = [], [], []
+    monitor = qkeel.watch(model, optimizer, rules=()) if is_watched else None
+    with contextlib.suppress(Exception):
+        first_pass(first, model, x)
+    happen(event, draw, model)
+    for _ in range(3):
+        tops.append(largest_logits(model, attends, x))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    if monitor is not None:
+        recorded = [*monitor.history.heads["max_logit"]]
+    return losses, tops, recorded, f"{first} {event} {vars(plan)}"
 
 
 def watch_outcome(seed):
     """What is wrong with the records of a drawn program, or ""."""
-    here = Path.cwd()
-    _, expected, *_ = trained(seed, None)
-    try:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            for part in ("here/run", "there/run"):
-                (folder / part).mkdir(parents=True)
-            model, losses, tops, recorded, told = trained(seed, folder)
-            files = [p.parent.parent.name for p in folder.glob("*/run/metrics.jsonl")]
-    finally:
-        os.chdir(here)
-    right = [*recorded] == [0, 1, 2] and all(
-        np.allclose(recorded[i], tops[i], rtol=1e-5) for i in range(3)
-    )
-    title = f"watched {model.title}"
+    expected, *_ = trained(seed, is_watched=False)
+    with warned(QkeelWarning) as told:
+        losses, tops, recorded, title = trained(seed, is_watched=True)
     if losses != expected:
         return f"WRONG {title}: losses {expected} {losses}"
-    if files != ["here"]:
-        return f"WRONG {title}: files {files}"
-    if right:
+    if len(recorded) == 3 and np.allclose(recorded, torch.stack(tops), rtol=1e-5):
         return ""
     return f"{'told' if told else 'WRONG'} {title}: {recorded} {tops} {told}"
 

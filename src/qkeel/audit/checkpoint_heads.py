@@ -10,7 +10,7 @@ import bisect
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import final
 
 from qkeel.audit.checkpoint_config import (
@@ -32,7 +32,6 @@ SEPARATE = (
     ("q_lin", "k_lin"),
     ("query_proj", "key_proj"),
     ("linear_q", "linear_k"),
-    ("add_q_proj", "add_k_proj"),
     ("q", "k"),
 )
 # Query, key and value in one weight. blocks: [q | k | v]; groups: for each key head its queries, its key, its value
@@ -48,10 +47,7 @@ FUSED: dict[str, str | None] = {
     "linear_qkv": "groups",
     "linear1": "blocks",
     "qkv_x": "blocks",
-    "qkv_y": "blocks",
 }
-# What may hold queries: nothing else of a checkpoint is looked up in the config, of which a file has thousands.
-_QUERIES = {*(q for q, _ in SEPARATE), *FUSED, "q_b_proj", "q_up"}
 # Model types that override the table above (transformers 5.23, modeling files).
 GROUPED = words(
     "gpt_neox gpt_neox_japanese bloom falcon persimmon internlm2 gpt_bigcode"
@@ -125,14 +121,8 @@ EITHER_NORM: Mapping[str, frozenset[str]] = {
     "ln1": words(""),
     "ln_attn": words("falcon"),
 }
-# Attention of two streams of tokens (image and text) that see each other: what the projections of the second stream are
-# called beside those of the first, with the gains of its q/k norm. Any head's query may meet any key, so a bound takes
-# the larger of both.
-JOINT = {
-    "add_q_proj": ("norm_added_q", "norm_added_k"),
-    "qkv_y": ("q_norm_y", "k_norm_y"),
-}
-# The same where each stream has a module of its own, named alike but for one word (Flux and SD3 by their authors).
+# Modules of two streams of tokens (image and text) that see each other, named alike but for one word (Flux and SD3 by
+# their authors). They are one layer, in which the queries of each meet the keys of the other.
 JOINT_MODULES = (("img_attn", "txt_attn"), ("x_block", "context_block"))
 # Names of modules whose queries and keys nothing here reads, beside projections that are read.
 _OTHER_QK = re.compile(r"(^|_)(q|k|qk|query|key|qkv|kv|qk?norm|knorm)(_|$)")
@@ -171,16 +161,17 @@ class Slice:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StreamWeights:
-    """The weights that make the queries, or the keys, of one stream of tokens.
+class SideWeights:
+    """The weights that make the queries, or the keys, of a layer.
 
-    `gain` is that of their norm, and `input` that of the norm whose output the weight reads. Only MLA, whose logit is
-    a sum of two products, has a rotated part, which reads `rope_input`.
+    `gain` is that of their norm, and `input` that of the norm whose output the weight reads: with `reads_latent` the
+    latent's own. Only MLA, whose logit is a sum of two products, has a rotated part, which reads `rope_input`.
     """
 
     weight: Slice
     gain: str | None = None
     input: str | None = None
+    reads_latent: bool = False
     rope: Slice | None = None
     rope_input: str | None = None
 
@@ -188,27 +179,22 @@ class StreamWeights:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SitePlan:
-    """The weights of one attention layer in a checkpoint, with one query side and one key side per stream of tokens."""
+    """The weights of one attention layer in a checkpoint; `note` says why they give no bound."""
 
     name: str
     layout: str
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    queries: tuple[StreamWeights, ...]
-    keys: tuple[StreamWeights, ...]
-    notes: tuple[str, ...] = ()
+    query: SideWeights
+    key: SideWeights
+    note: str = ""
     assumed: tuple[str, ...] = ()
 
     def slices(self) -> list[Slice]:
         """Returns all parts of weights."""
-        sides = (*self.queries, *self.keys)
-        return [
-            weight_slice
-            for side in sides
-            for weight_slice in (side.weight, side.rope)
-            if weight_slice is not None
-        ]
+        parts = self.query.weight, self.query.rope, self.key.weight, self.key.rope
+        return [weight_slice for weight_slice in parts if weight_slice is not None]
 
 
 @final
@@ -229,114 +215,64 @@ def recognise(
 ) -> list[SitePlan | Unknown]:
     """Returns every attention layer of a checkpoint in the order of its tensors, and the candidates that cannot be
     read."""
-    streams: dict[str, dict[str, SitePlan | Unknown]] = {}
-    children: dict[str, list[str]] = {}
-    modules, in_order = set(), sorted(tensors)
+    children: dict[str, set[str]] = {}
     for name in tensors:
-        path = name.removesuffix(".weight")
-        module, _, leaf = path.rpartition(".")
+        module, _, leaf = name.removesuffix(".weight").rpartition(".")
         # Every tensor counts as a neighbour, also a bias: it may be one that takes part in the logits.
-        children.setdefault(module, []).append(leaf)
-        is_weight = path != name or leaf == "in_proj_weight"
-        if not is_weight or leaf not in _QUERIES:
-            continue
-        stream: SitePlan | Unknown | None
+        children.setdefault(module, set()).add(leaf)
+    sites: list[SitePlan | Unknown] = []
+    modules, in_order = set(), sorted(tensors)
+    for module, leaves in children.items():
+        beside = _stream_beside(module, children)
         try:
-            stream = _stream(tensors, in_order, module, leaf, geometry(name))
+            plan = _plan(tensors, f"{module}." if module else "", leaves, geometry)
+            if plan is None:
+                continue
+            modules.add(module)
+            # Two streams are one layer, by the name of the first.
+            if beside is not None and beside < module:
+                continue
+            for weight_slice in plan.slices():
+                _check_readable(tensors, in_order, weight_slice.tensor)
+            sizes = geometry(plan.query.weight.tensor)
+            sites.append(_with_norms(tensors, plan, (leaves, beside), sizes))
         except _UnreadError as error:
-            stream = Unknown(module or leaf, str(error))
-        if stream is None:
-            continue
-        site = stream.name
-        modules.add(site)
-        for first, second in JOINT_MODULES:
-            site = site.replace(second, first)
-        # A module that two conventions fit is read by the first one, unless these are two streams.
-        kind = leaf if leaf in JOINT else stream.name
-        streams.setdefault(site, {}).setdefault(kind, stream)
-    sites = []
-    for site, plans in streams.items():
-        first, *streams_beside = plans.values()
-        try:
-            for stream in streams_beside:
-                first = _joined(site, first, stream)
-        except _UnreadError as error:
-            first = Unknown(site, str(error))
-        if isinstance(first, SitePlan):
-            names = {plan.name for plan in plans.values()}
-            leaves = [leaf for name in names for leaf in children.get(name, ())]
-            first = _without_bound(first, leaves)
-        sites.append(first)
+            modules.add(module)
+            sites.append(Unknown(module or min(leaves), str(error)))
     return sites + _left_over(tensors, modules)
 
 
-def _stream(
-    tensors: Tensors, names: Sequence[str], module: str, leaf: str, geometry: Geometry
+def _stream_beside(module: str, modules: Collection[str]) -> str | None:
+    """Returns the module of the other stream of tokens of a layer, if it has two."""
+    for first, second in JOINT_MODULES:
+        for word, other in ((first, second), (second, first)):
+            beside = module.replace(word, other)
+            if beside != module and beside in modules:
+                return beside
+    return None
+
+
+def _plan(
+    tensors: Tensors,
+    at: str,
+    leaves: Collection[str],
+    geometry: Callable[[str], Geometry],
 ) -> SitePlan | None:
-    """Returns one stream's queries and keys if a weight is that of queries, or of both."""
-    at = f"{module}." if module else ""
-    keys = [k for q, k in SEPARATE if q == leaf and f"{at}{k}.weight" in tensors]
-    if leaf in ("q_b_proj", "q_proj") and f"{at}kv_a_proj_with_mqa.weight" in tensors:
-        plan = _latent(tensors, at, leaf, geometry)
-    elif leaf == "q_up" and f"{at}k_up.weight" in tensors:
-        plan = _own_latent(tensors, at, geometry)
-    elif keys:
-        plan = _separate(tensors, at, leaf, keys[0], geometry)
-    # Any network has a linear1; that of Flux's single blocks makes [q | k | v | mlp] and has a q/k norm.
-    elif leaf in FUSED and (
-        leaf != "linear1" or _present(tensors, f"{at}norm.query_norm")
-    ):
-        plan = _fused(tensors, at, leaf, geometry)
-    else:
-        return None
-    for weight_slice in plan.slices():
-        _check_readable(tensors, names, weight_slice.tensor)
-    return _with_norms(tensors, plan, leaf, geometry)
-
-
-def _joined(
-    site: str, plan: SitePlan | Unknown, stream: SitePlan | Unknown
-) -> SitePlan:
-    """Returns a layer with the streams of two plans."""
-    if (
-        isinstance(plan, Unknown)
-        or isinstance(stream, Unknown)
-        or (plan.n_heads, plan.head_dim) != (stream.n_heads, stream.head_dim)
-    ):
-        raise _UnreadError(
-            "its two streams of tokens do not fit together, or one of them is not read: "
-            + "; ".join(x.reason for x in (plan, stream) if isinstance(x, Unknown))
-        )
-    return dataclasses.replace(
-        plan,
-        name=site,
-        layout=f"{plan.layout}, two streams",
-        queries=plan.queries + stream.queries,
-        keys=plan.keys + stream.keys,
-        notes=tuple(dict.fromkeys((*plan.notes, *stream.notes))),
-    )
-
-
-def _without_bound(plan: SitePlan, leaves: Sequence[str]) -> SitePlan:
-    """Returns the plan without norms, and so without a bound, if other weights beside its projections are named like
-    queries or keys: a second stream of tokens, a bias of its own, relative positions that are projected."""
-    sides = (*plan.queries, *plan.keys)
-    names = [weight_slice.tensor for weight_slice in plan.slices()] + [
-        side.gain or "" for side in sides
-    ]
-    read = {name.removesuffix(".weight").rpartition(".")[2] for name in names}
-    read |= {f"{name}_bias" for name in read} | {"in_proj_bias"}
-    extra = sorted(leaf for leaf in set(leaves) - read if _OTHER_QK.search(leaf))
-    if plan.layout == "MLA" or not extra:
-        return plan
-    reason = f"{', '.join(extra[:3])} may take part in the logits in a way that is not known: no logit bound"
-    queries, keys = (
-        tuple(dataclasses.replace(side, gain=None, input=None) for side in streams)
-        for streams in (plan.queries, plan.keys)
-    )
-    return dataclasses.replace(
-        plan, queries=queries, keys=keys, notes=(*plan.notes, reason)
-    )
+    """Returns the queries and keys of a module, by the first convention that fits; None if none does."""
+    for q in ("q_b_proj", "q_proj"):
+        if q in leaves and "kv_a_proj_with_mqa" in leaves:
+            return _latent(tensors, at, q, geometry(f"{at}{q}.weight"))
+    if "q_up" in leaves and "k_up" in leaves:
+        return _own_latent(tensors, at, geometry(f"{at}q_up.weight"))
+    for q, k in SEPARATE:
+        if q in leaves and k in leaves:
+            return _separate(tensors, at, q, k, geometry(f"{at}{q}.weight"))
+    for leaf in FUSED:
+        # Any network has a linear1; that of Flux's single blocks makes [q | k | v | mlp] and has a q/k norm.
+        is_other = leaf == "linear1" and not _present(tensors, f"{at}norm.query_norm")
+        if leaf in leaves and not is_other:
+            return _fused(tensors, at, leaf, geometry(f"{at}{leaf}.weight"))
+    return None
 
 
 def _check_readable(tensors: Tensors, names: Sequence[str], name: str) -> None:
@@ -388,23 +324,18 @@ def _separate(
     query, key = f"{at}{q}.weight", f"{at}{k}.weight"
     (q_rows, _), (k_rows, _) = _matrix(tensors, query), _matrix(tensors, key)
     # Where the number of heads differs from layer to layer, as in UNets, their width is what is known.
-    heads = geometry.n_heads
-    if heads is None and geometry.head_dim is not None:
-        heads = q_rows // geometry.head_dim
+    heads = geometry.n_heads or q_rows // (geometry.head_dim or q_rows + 1)
     if not heads:
         raise _UnreadError(
             f"the number of heads is not known; give --n-heads ({q} has {q_rows} rows)"
         )
     # A gated query has the query and its gate one after the other.
     parts = 2 if geometry.model_type in GATED else 1
-    if q_rows % (heads * parts):
-        raise _UnreadError(
-            f"{q} has {q_rows} rows, which do not split evenly into {heads} heads; give --n-heads"
-        )
-    size = q_rows // (heads * parts)
-    groups = k_rows // size
+    size, remainder = divmod(q_rows, heads * parts)
+    groups = k_rows // max(size, 1)
     if (
-        k_rows % size
+        remainder
+        or groups * size != k_rows
         or heads % max(groups, 1)
         or geometry.n_kv_heads not in (None, groups)
         or geometry.head_dim not in (None, size)
@@ -413,8 +344,8 @@ def _separate(
             f"{geometry.n_kv_heads or groups} key heads of {geometry.head_dim or size}"
         )
         raise _UnreadError(
-            f"{heads} heads of {size} do not fit: {k} has {k_rows} rows, {k_rows / size:g} key heads of that width, "
-            f"not {stated}, as config or flags say; give --n-heads and --n-kv-heads"
+            f"{heads} heads and {stated}, as config or flags say, do not fit: {q} has {q_rows} rows and {k} {k_rows}; "
+            "give --n-heads and --n-kv-heads"
         )
     q_starts = range(0, q_rows, size * parts)
     return SitePlan(
@@ -423,10 +354,8 @@ def _separate(
         n_heads=heads,
         n_kv_heads=groups,
         head_dim=size,
-        queries=(StreamWeights(weight=_slice(tensors, query, q_starts, size)),),
-        keys=(
-            StreamWeights(weight=_slice(tensors, key, range(0, k_rows, size), size)),
-        ),
+        query=SideWeights(weight=_slice(tensors, query, q_starts, size)),
+        key=SideWeights(weight=_slice(tensors, key, range(0, k_rows, size), size)),
     )
 
 
@@ -473,7 +402,7 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
         q_starts = [(h + 2 * (h // share)) * width for h in range(heads)]
         k_starts = [((g + 1) * share + 2 * g) * width for g in range(groups)]
     query, key = (
-        StreamWeights(weight=_slice(tensors, name, starts, width, axis))
+        SideWeights(weight=_slice(tensors, name, starts, width, axis))
         for starts in (q_starts, k_starts)
     )
     is_stated = geometry.layout is not None or kind is not None
@@ -484,8 +413,8 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
         n_heads=heads,
         n_kv_heads=groups,
         head_dim=width,
-        queries=(query,),
-        keys=(key,),
+        query=query,
+        key=key,
         assumed=() if is_stated else (assumed,),
     )
 
@@ -519,57 +448,71 @@ def _latent(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePla
     k_starts = range(0, heads * (nope + value), nope + value)
     rope_starts = [start + nope for start in q_starts]
     return _mla(
+        tensors,
         at,
-        heads,
-        StreamWeights(
-            weight=_slice(tensors, query, q_starts, nope),
-            rope=_slice(tensors, query, rope_starts, rope),
-            input=_present(tensors, f"{at}q_a_layernorm"),
+        (
+            _slice(tensors, query, q_starts, nope),
+            _slice(tensors, query, rope_starts, rope),
+            # Queries without a latent of their own (DeepSeek-V2-Lite) are projected from the module's input.
+            "q_a_layernorm" if leaf == "q_b_proj" else None,
         ),
-        StreamWeights(
-            weight=_slice(tensors, key, k_starts, nope),
-            rope=_slice(tensors, down, (latent,), rope),
-            input=_present(tensors, f"{at}kv_a_layernorm"),
+        (
+            _slice(tensors, key, k_starts, nope),
+            _slice(tensors, down, (latent,), rope),
+            "kv_a_layernorm",
         ),
     )
 
 
 def _own_latent(tensors: Tensors, at: str, geometry: Geometry) -> SitePlan:
     """Plans qkeel.nn.MLA, which has a separate weight for every part."""
-    heads, parts = geometry.n_heads, dict[str, Slice]()
+    heads = geometry.n_heads
     if heads is None:
         raise _UnreadError("the number of heads is not known; give --n-heads")
-    for name in ("q_up", "k_up", "q_rope", "k_rope"):
-        weight, n = f"{at}{name}.weight", 1 if name == "k_rope" else heads
+
+    def part(name: str, n: int) -> Slice:
+        weight = f"{at}{name}.weight"
         rows, _ = _matrix(tensors, weight)
         if rows % n:
             raise _UnreadError(f"{name} has {rows} rows, expected a multiple of {n}")
-        parts[name] = _slice(tensors, weight, range(0, rows, rows // n), rows // n)
+        return _slice(tensors, weight, range(0, rows, rows // n), rows // n)
+
+    has_latent = f"{at}q_down.weight" in tensors
     return _mla(
+        tensors,
         at,
-        heads,
-        StreamWeights(
-            weight=parts["q_up"],
-            rope=parts["q_rope"],
-            input=_present(tensors, f"{at}q_latent_norm"),
+        (
+            part("q_up", heads),
+            part("q_rope", heads),
+            "q_latent_norm" if has_latent else None,
         ),
-        StreamWeights(
-            weight=parts["k_up"],
-            rope=parts["k_rope"],
-            input=_present(tensors, f"{at}kv_latent_norm"),
-        ),
+        (part("k_up", heads), part("k_rope", 1), "kv_latent_norm"),
     )
 
 
-def _mla(at: str, heads: int, query: StreamWeights, key: StreamWeights) -> SitePlan:
+# The unrotated and the rotated rows of one side, and the norm of its latent; None if it has no latent.
+LatentSide = tuple[Slice, Slice, str | None]
+
+
+def _mla(tensors: Tensors, at: str, query: LatentSide, key: LatentSide) -> SitePlan:
+    sides = []
+    for weight, rope, norm in (query, key):
+        side = SideWeights(
+            weight=weight,
+            rope=rope,
+            reads_latent=norm is not None,
+            input=None if norm is None else _present(tensors, f"{at}{norm}"),
+        )
+        sides.append(side)
+    heads = len(query[0].starts)
     return SitePlan(
         name=at[:-1],
         layout="MLA",
         n_heads=heads,
         n_kv_heads=heads,
-        head_dim=query.weight.rows + (key.rope.rows if key.rope else 0),
-        queries=(query,),
-        keys=(key,),
+        head_dim=query[0].rows + query[1].rows,
+        query=sides[0],
+        key=sides[1],
     )
 
 
@@ -582,24 +525,37 @@ def _present(tensors: Tensors, module: str) -> str | None:
 
 
 def _with_norms(
-    tensors: Tensors, plan: SitePlan, leaf: str, geometry: Geometry
+    tensors: Tensors,
+    plan: SitePlan,
+    neighbours: tuple[Collection[str], str | None],
+    geometry: Geometry,
 ) -> SitePlan:
-    """Returns the plan of one stream with the norms next to and before its projections."""
+    """Returns the plan with the norms next to and before its projections, as far as these give a bound.
+
+    `neighbours` are the names of all tensors beside the projections, and the module of another stream of tokens.
+    """
+    leaves, stream = neighbours
     at = f"{plan.name}." if plan.name else ""
-    (query,), (key,) = plan.queries, plan.keys
-    is_mla = query.rope is not None
+    is_mla = plan.layout == "MLA"
     gains: tuple[str | None, str | None] = (None, None)
-    for q, k in [JOINT[leaf]] if leaf in JOINT else GAINS:
+    for q, k in GAINS:
         if not any(gains):
             gains = _present(tensors, at + q), _present(tensors, at + k)
     # Between the two, gains decide: with them the weights do not matter, without them the norm before does.
-    before, reason = _norm_before(tensors, plan.name, geometry)
+    before, note = _norm_before(tensors, plan.name, geometry)
     if geometry.normed and not any(gains) and not is_mla:
         before = None
-        reason = "config.json says that q and k are normed, and their gains were not found: no bound"
-    # The second stream has a norm of its own, whose name is not known.
-    if leaf in JOINT:
-        before = None
+        note = "config.json says that q and k are normed, and their gains were not found: no bound"
+    # Other weights that are named like queries or keys: a second stream of tokens, a bias, projected relative positions.
+    names = [weight_slice.tensor for weight_slice in plan.slices()]
+    names += filter(None, gains)
+    read = {name.removesuffix(".weight").rpartition(".")[2] for name in names}
+    read |= {f"{name}_bias" for name in read} | {"in_proj_bias"}
+    extra = sorted(leaf for leaf in set(leaves) - read if _OTHER_QK.search(leaf))
+    extra += [] if stream is None else [stream]
+    if extra and not is_mla:
+        before, gains = None, (None, None)
+        note = f"{', '.join(extra[:3])} may take part in the logits in a way that is not known: no logit bound"
 
     def input_of(weight_slice: Slice | None) -> str | None:
         """The norm before attention, unless its width is not that of what the weight reads."""
@@ -608,23 +564,16 @@ def _with_norms(
         width = tensors[weight_slice.tensor].shape[1 - weight_slice.axis]
         return before if math.prod(tensors[before].shape) == width else None
 
-    # Queries without a latent of their own (DeepSeek-V2-Lite) are projected from the module's input.
-    has_latent = is_mla and (
-        leaf == "q_b_proj" or (leaf == "q_up" and f"{at}q_down.weight" in tensors)
+    query, key = (
+        dataclasses.replace(
+            side,
+            gain=gain,
+            input=side.input if side.reads_latent else input_of(side.weight),
+            rope_input=input_of(side.rope),
+        )
+        for side, gain in zip((plan.query, plan.key), gains)
     )
-    query = dataclasses.replace(
-        query,
-        gain=gains[0],
-        input=query.input if has_latent else input_of(query.weight),
-    )
-    key = dataclasses.replace(
-        key,
-        gain=gains[1],
-        input=key.input if is_mla else input_of(key.weight),
-        rope_input=input_of(key.rope),
-    )
-    notes = (reason,) if reason else ()
-    return dataclasses.replace(plan, queries=(query,), keys=(key,), notes=notes)
+    return dataclasses.replace(plan, query=query, key=key, note=note)
 
 
 def _norm_before(
@@ -669,30 +618,31 @@ def missing_layers(
     """Returns the layers that config.json announces and of which no tensor is there, as after a partial download.
 
     Layers are the numbered modules in which attention lies. Where only one of them holds attention, others may share
-    its weights, so nothing is missing.
+    its weights (ALBERT, Zamba), so nothing is missing.
     """
-    numbers: dict[str, set[int]] = {}
-    for site in sites:
-        match = re.match(r"(.*?)\.?(\d+)(\.|$)", site.name)
-        if match:
-            numbers.setdefault(match[1], set()).add(int(match[2]))
-    # A single layer with attention may be shared by all (ALBERT, Zamba), so nothing is missing.
-    stacks = {stack for stack, layers in numbers.items() if len(layers) > 1}
     # Any tensor shows that its layer was downloaded: in hybrid models, some layers have no attention.
-    for name in checkpoint.tensors:
-        match = re.match(r"(.*?)\.?(\d+)\.", name)
-        if match and match[1] in stacks:
-            numbers[match[1]].add(int(match[2]))
+    present = _numbered(checkpoint.tensors)
     unknown = []
-    for stack in sorted(stacks):
+    for stack, layers in sorted(_numbered(site.name for site in sites).items()):
         keys = N_LAYERS
         for word, special in N_LAYERS_OF.items():
             keys = special if word in stack else keys
         total = first_number(section(checkpoint.config, stack), keys) or 0
-        for layer in sorted(set(range(total)) - numbers[stack]):
-            reason = f"config.json says {total} layers, and no tensor of this one is in the checkpoint; download it again"
-            unknown.append(Unknown(f"{stack}.{layer}".lstrip("."), reason))
+        for layer in sorted(set(range(total)) - present.get(stack, layers)):
+            if len(layers) > 1:
+                reason = f"config.json says {total} layers, and no tensor of this one is in the checkpoint; download it again"
+                unknown.append(Unknown(f"{stack}.{layer}".lstrip("."), reason))
     return unknown
+
+
+def _numbered(names: Iterable[str]) -> dict[str, set[int]]:
+    """Returns the numbers of layers by the name of their stack."""
+    numbers: dict[str, set[int]] = {}
+    for name in names:
+        match = re.match(r"(.*?)\.?(\d+)(\.|$)", name)
+        if match:
+            numbers.setdefault(match[1], set()).add(int(match[2]))
+    return numbers
 
 
 def _left_over(tensors: Tensors, modules: set[str]) -> list[Unknown]:

@@ -3,8 +3,7 @@ allow.
 
 The input of a projection is g∘n + c with ‖n‖ ≤ √width (RMSNorm, LayerNorm), so its L2 norm is at most ρ = √width ·
 max|g| + ‖c‖, and ‖W x + b‖ ≤ ‖W‖₂ ρ + ‖b‖. A normed head has an L2 norm of at most √d · max|g| + ‖c‖ (a flat norm
-over all heads: √(heads · d) · max|g_h|). Rotation preserves L2 norms, so |q·k| ≤ ‖q‖ ‖k‖ holds at every offset. Where
-several streams of tokens attend to each other, any query may meet any key: the bound takes the largest of each.
+over all heads: √(heads · d) · max|g_h|). Rotation preserves L2 norms, so |q·k| ≤ ‖q‖ ‖k‖ holds at every offset.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qkeel.audit.checkpoint_config import VERIFIED, Geometry
-from qkeel.audit.checkpoint_heads import SitePlan, Slice, StreamWeights
+from qkeel.audit.checkpoint_heads import SitePlan, Slice
 from qkeel.functional.bounds import gram_interaction_norms, gram_spectral_norm
 
 Load = Callable[[str], Tensor | None]
@@ -34,8 +33,8 @@ class SiteReport:
     """One attention layer of a checkpoint, with one value per query head (a key head's value is repeated for its query
     heads).
 
-    query_*, key_*: norms of W_Q and W_K [head_dim, inputs] (MLA: the up-projections, without the rope part; several
-    streams of tokens: the largest).
+    query_*, key_*: norms of W_Q and W_K [head_dim, inputs] (MLA: the up-projections, without the rope part; of two
+    streams of tokens that see each other, those of the first).
     interaction_*: norms of W_Qᵀ W_K. logit_bound: no logit can exceed it at any position, given the norm before the
     projections; NaN if there is no such norm or if q or k are normed. gain_bound: a bound from the gains of the q/k norm;
     NaN if there is no such norm. outlier: see `outliers`. Logits are in nats, before any cap, without position biases or
@@ -95,11 +94,11 @@ def measure(
     plan: SitePlan, gram: Mapping[Slice, Tensor], load: Load, geometry: Geometry
 ) -> SiteReport:
     """Returns the report of a site from its Gram matrices; `load` reads a small tensor (gain, bias) by name."""
-    heads, sides = plan.n_heads, (*plan.queries, *plan.keys)
+    heads, query, key = plan.n_heads, plan.query, plan.key
     finite = torch.ones(heads, dtype=torch.bool)
     # Of 16-bit weights the matrices are float32, in which eigenvalues take half the time. The bound of latent attention
     # is a norm of the product of the matrices, which may be far smaller than they are.
-    is_single = plan.queries[0].rope is None and all(
+    is_single = query.rope is None and all(
         products.dtype == torch.float32 for products in gram.values()
     )
     dtype, margin = (torch.float32, SINGLE_MARGIN) if is_single else (torch.float64, 1)
@@ -107,35 +106,22 @@ def measure(
     for weight_slice in plan.slices():
         # A head that is not finite must not hide the others, so it is left out and marked in the end.
         is_finite = gram[weight_slice].isfinite().flatten(1).all(1)
-        products = torch.where(is_finite[:, None, None], gram[weight_slice], 0).to(
-            dtype
-        )
+        products = torch.where(is_finite[:, None, None], gram[weight_slice], 0)
+        products = products.to(dtype)
         traces = products.diagonal(dim1=1, dim2=2).sum(1).clamp_min(0)
         # Query heads that use one key head.
         share = heads // len(weight_slice.starts)
-        (
-            wide[weight_slice],
-            spectral[weight_slice],
-            frobenius[weight_slice],
-            is_finite,
-        ) = (
-            values.repeat_interleave(share, 0)
-            for values in (
-                products,
-                gram_spectral_norm(products).double(),
-                traces.double().sqrt(),
-                is_finite,
-            )
+        wide[weight_slice] = products.repeat_interleave(share, 0)
+        spectral[weight_slice], frobenius[weight_slice] = (
+            norms.double().repeat_interleave(share)
+            for norms in (gram_spectral_norm(products), traces.double().sqrt())
         )
-        finite &= is_finite
-    pairs = [
-        gram_interaction_norms(wide[query.weight], wide[key.weight])
-        for query in plan.queries
-        for key in plan.keys
-    ]
-    interaction = torch.stack([norm for _, norm in pairs]).amax(0).double()
+        finite &= is_finite.repeat_interleave(share)
+    of_product, interaction = gram_interaction_norms(
+        wide[query.weight], wide[key.weight]
+    )
     lengths = _Lengths(plan, spectral, load, geometry)
-    logit_bound, gain_bound, note = lengths.bounds(interaction)
+    logit_bound, gain_bound, note = lengths.bounds(interaction.double())
     scale = geometry.scale_of(plan.head_dim)
     # YaRN scales cos and sin of both sides.
     rotated = scale * geometry.rope_factor**2
@@ -143,15 +129,10 @@ def measure(
     def per_head(column: Tensor) -> tuple[float, ...]:
         return tuple(torch.where(finite, column.expand(heads), math.nan).tolist())
 
-    def largest(
-        norms: Mapping[Slice, Tensor], sides: tuple[StreamWeights, ...]
-    ) -> tuple[float, ...]:
-        return per_head(torch.stack([norms[side.weight] for side in sides]).amax(0))
-
-    notes = [*plan.notes, note if not plan.notes or "MLA" in note else ""]
-    notes.append("" if finite.all() else "some weights are NaN or infinite")
+    notes = [plan.note or note, "" if finite.all() else "some weights are not finite"]
     kind, assumed = geometry.model_type, list(plan.assumed)
-    if kind not in VERIFIED and any(side.input or side.gain for side in sides):
+    has_bound = any(side.input or side.gain for side in (query, key))
+    if has_bound and kind not in VERIFIED:
         assumed.append(
             "no model_type: norms taken to precede attention, gains read as w, logits divided by √head_dim"
             if kind is None
@@ -164,13 +145,11 @@ def measure(
         n_kv_heads=plan.n_kv_heads,
         head_dim=plan.head_dim,
         scale=scale,
-        query_frobenius=largest(frobenius, plan.queries),
-        query_spectral=largest(spectral, plan.queries),
-        key_frobenius=largest(frobenius, plan.keys),
-        key_spectral=largest(spectral, plan.keys),
-        interaction_frobenius=per_head(
-            torch.stack([norm for norm, _ in pairs]).amax(0)
-        ),
+        query_frobenius=per_head(frobenius[query.weight]),
+        query_spectral=per_head(spectral[query.weight]),
+        key_frobenius=per_head(frobenius[key.weight]),
+        key_spectral=per_head(spectral[key.weight]),
+        interaction_frobenius=per_head(of_product),
         interaction_spectral=per_head(interaction),
         logit_bound=per_head(rotated * logit_bound * margin),
         gain_bound=per_head(rotated * gain_bound),
@@ -198,12 +177,11 @@ class _Lengths:
 
         `interaction` is ‖W_QᵀW_K‖₂, which bounds the part of MLA that is not rotated.
         """
-        plan, unknown = self.plan, torch.tensor(math.nan, dtype=torch.float64)
-        sides = (*plan.queries, *plan.keys)
-        is_normed = any(side.gain is not None for side in sides)
-        query, key = plan.queries[0], plan.keys[0]
+        unknown = torch.tensor(math.nan, dtype=torch.float64)
+        query, key = self.plan.query, self.plan.key
+        is_normed = query.gain is not None or key.gain is not None
         note = ""
-        if any(side.gain is None and side.input is None for side in sides):
+        if any(side.gain is None and side.input is None for side in (query, key)):
             note = "no norm found before the projections: weights alone give no logit bound"
         if query.rope is not None and key.rope is not None:
             if is_normed:
@@ -213,18 +191,13 @@ class _Lengths:
             rotated = rotated * self._projected(key.rope, key.rope_input)
             return radii * interaction + rotated, unknown, note
         # Rotations keep lengths, so the product of the largest lengths bounds the logit at any offset.
-        q, k = self._longest(plan.queries), self._longest(plan.keys)
-        return (unknown, q * k, note) if is_normed else (q * k, unknown, note)
-
-    def _longest(self, streams: tuple[StreamWeights, ...]) -> Tensor:
-        """Returns the largest L2 norm of a head's q (or k) over all streams of tokens; NaN if one has no bound."""
-        lengths = [
+        q, k = (
             self._projected(side.weight, side.input)
             if side.gain is None
             else self._normed(side.gain, len(side.weight.starts))
-            for side in streams
-        ]
-        return torch.stack(lengths).amax(0)
+            for side in (query, key)
+        )
+        return (unknown, q * k, note) if is_normed else (q * k, unknown, note)
 
     def _projected(self, weight_slice: Slice, gain: str | None) -> Tensor:
         """Returns ‖W_h‖₂ ρ + ‖b_h‖ for each query head, which no rotation changes."""

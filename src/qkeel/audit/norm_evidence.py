@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -251,28 +251,27 @@ def rotation_of(fit: NormFit, tolerance: float, rounding: float) -> Rotation | N
     x, y = before[..., moving], after[..., moving]
     x_halves, y_halves = x.chunk(2, -1), y.chunk(2, -1)
     x_neighbours, y_neighbours = (z.unflatten(-1, (-1, 2)).unbind(-1) for z in (x, y))
-    pairings = (
+    pairings: tuple[tuple[Literal["half", "interleaved"], Any, Any], ...] = (
         ("half", x_halves, y_halves),
         ("interleaved", x_neighbours, y_neighbours),
         # DeepSeek's weights hold interleaved pairs, which its code puts into halves.
         ("half", x_neighbours, y_halves),
     )
-    # The angles [n t pairs] are those of all heads, or, where heads and tokens were mistaken for each other, of all
-    # tokens.
-    for over, alike in (("tokens", 0), ("heads", 1)):
-        for pairing, (a, b), (c, d) in pairings:
-            cross, inner = a * d - b * c, a * c + b * d
-            angle = torch.atan2(cross.sum(alike, True), inner.sum(alike, True))
-            cos, sin = angle.cos(), angle.sin()
-            error = torch.cat([a * cos - b * sin - c, a * sin + b * cos - d])
-            if float(error.abs().max()) > 10 * tolerance * scale:
-                continue
-            shown = "one pair" if count == 2 else pairing
-            rotation = Rotation(dims=count, of=size, pairing=shown, over=over)  # type: ignore[arg-type]
-            if over == "heads":
-                return rotation
+    for pairing, (a, b), (c, d) in pairings:
+        # The angles [1 t pairs] are those of all heads.
+        cross, inner = a * d - b * c, a * c + b * d
+        angle = torch.atan2(cross.sum(0, True), inner.sum(0, True))
+        cos, sin = angle.cos(), angle.sin()
+        error = torch.cat([a * cos - b * sin - c, a * sin + b * cos - d])
+        if float(error.abs().max()) <= 10 * tolerance * scale:
             base, reason = _base(angle[0])
-            return dataclasses.replace(rotation, base=base, why=reason)
+            return Rotation(
+                dims=count,
+                of=size,
+                pairing="one pair" if count == 2 else pairing,
+                base=base,
+                why=reason,
+            )
     return Rotation(dims=count, of=size, why="it is no rotation of pairs")
 
 

@@ -26,7 +26,6 @@ class Rotation:
     #: which two dimensions form a pair; "" if unknown
     pairing: Literal["half", "interleaved", "one pair", ""] = ""
     base: float | None = None  #: base of the frequencies base^(-2i/dims)
-    over: Literal["tokens", "heads"] = "tokens"  #: what the angle grows along
     why: str = ""  #: what is unknown; "" if nothing is
 
     @property
@@ -36,18 +35,13 @@ class Rotation:
 
     def text(self) -> str:
         """Returns text such as `RoPE (half), base 10,000`."""
-        if self.over == "heads":
-            return "turned by an angle that is the same at all positions and grows from head to head: RoPE over heads"
         if not self.pairing:
             return f"changes with the position in an unknown way: {self.why}"
         is_partial = self.dims < self.of
         dims = f" on {self.dims} of {self.of} dimensions" if is_partial else ""
         if self.base is None:
             return f"RoPE{dims} ({self.pairing}), base unknown ({self.why})"
-        base = f"base {self.base:,.6g}"
-        if is_partial:
-            base += f" counted over these, {self.whole_base:,.3g} over all"
-        return f"RoPE{dims} ({self.pairing}), {base}"
+        return f"RoPE{dims} ({self.pairing}), base {self.base:,.6g}"
 
 
 @final
@@ -173,9 +167,6 @@ class SiteRecipe:
     def _logit(self) -> str:
         logit = f"z = {scale_text(self.scale, self.head_dim)}"
         logit += f" · q·k{' + a bias' if self.bias else ''}"
-        if self.scale and abs(self.query.factor * self.key.factor - 1) > 1e-3:
-            total = scale_text((self.total_scale,), self.head_dim)
-            logit += f" ({total} in total, with the factors on q and k)"
         usual = self.total_scale * math.sqrt(self.head_dim)
         is_normed = self.query.kind != "none" or self.key.kind != "none"
         if abs(usual - 1) > 2e-3 and not is_normed:

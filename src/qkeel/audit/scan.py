@@ -173,7 +173,7 @@ def scan(
                 products = {
                     weight_slice: gram.pop(weight_slice) for weight_slice in set(parts)
                 }
-                sizes = geometry(plan.queries[0].weight.tensor)
+                sizes = geometry(plan.query.weight.tensor)
                 reports[plan.name] = measure(plan, products, load, sizes)
         n_read += math.prod(tensor.shape)
         on_progress(round(checkpoint.size * n_read / max(n_values, 1)), checkpoint.size)

@@ -31,7 +31,7 @@ from qkeel.kernels.statistics import (
 )
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.patching.torch_state import in_vmap
-from qkeel.spec import AttentionCall, AttentionSpec
+from qkeel.spec import AttentionCall, AttentionSpec, Fixed
 from qkeel.spec.call import block_of, fields_of, make_call
 from qkeel.spec.slot import Params
 
@@ -559,35 +559,26 @@ def dense_rows(call: Seen, rows: slice) -> tuple[Tensor, Tensor, Tensor] | None:
     Returns:
         The logits of all pairs after the cap [b h r s], in float32 or wider; which keys the rows reach [b h r s]; and
         which rows count [b h r], where a row does not count if its logits contain anything besides the product of q and
-        k. The result is None if keys were gathered for each query, if q and k are unknown, or if the numbers of queries
-        and keys differ.
+        k. The result is None if keys were gathered for each query, if q and k are unknown, if their scale depends on
+        positions or is learned, or if the numbers of queries and keys differ.
     """
     (_, _, t, s), keys = call.scores_shape, slice(0, call.scores_shape[3])
-    if call.q is None or call.k is None or t != s:
+    is_gathered = isinstance(call, ScoresCall) and call.gathered
+    scale = call.spec.scale
+    if call.q is None or call.k is None or t != s or is_gathered:
+        return None
+    if not isinstance(scale, Fixed):
         return None
     with torch.autocast(call.query_device.type, enabled=False):
         q, k = call.encoded()
-        z = call.scores(q[:, :, rows], k, rows, keys)
+        # Scores that were captured have lost the logits of hidden pairs.
+        z = qk_products(q[:, :, rows], k) * scale.factor(k, q.shape[-1], {})
         visible = call.visible(rows, keys)
         chosen = torch.ones_like(z, dtype=torch.bool)
         chosen = chosen if visible is None else visible.expand(z.shape)
-        if isinstance(call, ScoresCall):
-            if call.gathered:
-                return None
-            # Those of hidden pairs are lost.
-            logits, none = z, q.new_zeros(1, 1)
-            factor = call.spec.scale.factor(none, q.shape[-1], {})
-            z = qk_products(q[:, :, rows], k) * factor
-            error = (z - logits).masked_fill(~chosen, 0.0)
-            largest = z.masked_fill(~chosen, 0.0).abs().amax(-1).clamp_min(1)
-            counted = error.abs().amax(-1) <= _ROUNDING * largest
-        elif type(call) is AttentionCall:
-            bias = call.bias(rows, keys)
-            counted = torch.ones_like(z[..., 0], dtype=torch.bool)
-            if bias is not None:
-                counted = counted & (bias == 0).all(-1)
-        else:
-            return None
+        error = (z - call.scores(q[:, :, rows], k, rows, keys)).masked_fill(~chosen, 0)
+        largest = z.masked_fill(~chosen, 0.0).abs().amax(-1).clamp_min(1)
+        counted = error.abs().amax(-1) <= _ROUNDING * largest
     if call.query_mask is not None:
         counted = counted & call.query_mask[:, None, rows]
     return call.spec.cap.apply(z), chosen, counted & z.isfinite().all(-1)
@@ -654,7 +645,7 @@ class SiteStatistics(Mapping[str, LogitStats]):
     def __init__(self, parts: Iterable[Mapping[str, LogitStats]] = ()) -> None:
         self.heads: dict[str, list[str]] = {}
         self._joint: dict[tuple[str, ...], LogitStats] = {}
-        self._waiting: list[tuple[str, CallRows | Tensor]] = []
+        self._waiting: dict[str, CallRows | Tensor] = {}
         self._n_waiting = 0
         for part in parts:
             self.update(part)
@@ -683,19 +674,20 @@ class SiteStatistics(Mapping[str, LogitStats]):
         return bool(self._waiting or self._joint)
 
     def _reduce(self) -> None:
-        waiting, self._waiting, self._n_waiting = self._waiting, [], 0
-        names = [name for name, _ in waiting]
-        reduced = reduce_calls([rows for _, rows in waiting])
+        waiting, self._waiting, self._n_waiting = self._waiting, {}, 0
+        names = [*waiting]
+        reduced = reduce_calls([*waiting.values()])
         order = [*itertools.chain(*reduced)]
-        # Layers of two forms in turns, and sites called twice, are kept one by one: the order is that of the calls.
-        if len({*names}) == len(names) and order == sorted(order):
+        if order == sorted(order):
             for indices, stats in reduced.items():
                 self._add(tuple([names[i] for i in indices]), stats)
             return
-        calls = {}
-        for indices, stats in reduced.items():
-            for at, i in enumerate(indices):
-                calls[i] = _of_site(stats, at, len(indices))
+        # Layers of two forms in turns are kept one by one: the order is that of the calls.
+        calls = {
+            i: _of_site(stats, at, len(indices))
+            for indices, stats in reduced.items()
+            for at, i in enumerate(indices)
+        }
         for i in sorted(calls):
             self._add((names[i],), calls[i])
 
@@ -716,16 +708,17 @@ class SiteStatistics(Mapping[str, LogitStats]):
     ) -> None:
         """Adds the statistics of a call, of which a tensor holds the heads' largest logits alone; `part_of` names the
         site if the call is one of that site's heads."""
-        if not isinstance(stats, LogitStats):
-            self._waiting.append((name, stats))
+        is_reduced = isinstance(stats, LogitStats)
+        if self._waiting and (is_reduced or name in self._waiting):
+            self._reduce()
+        if isinstance(stats, LogitStats):
+            self._add((name,), stats)
+        else:
+            self._waiting[name] = stats
             numbers = stats.fields if isinstance(stats, CallRows) else stats
             self._n_waiting += numbers.numel()
             if self._n_waiting > WAITING:
                 self._reduce()
-            return
-        if self._waiting:
-            self._reduce()
-        self._add((name,), stats)
         if part_of is not None and name not in self.heads.setdefault(part_of, []):
             self.heads[part_of].append(name)
 

@@ -3,7 +3,6 @@ hand."""
 
 from __future__ import annotations
 
-import collections
 import copy
 import dataclasses
 import functools
@@ -189,8 +188,6 @@ class ModuleStack:
         """
         self._named = dict(modules_of(model) if modules is None else modules)
         self._names = {id(module): name for name, module in self._named.items()}
-        # Calls by the id of the module, if inputs are kept.
-        self.called: collections.Counter[int] = collections.Counter()
         # Other names of modules, by caller; None if callers are not told apart.
         self.by_caller: Mapping[Caller, str] | None = {} if keep_inputs else None
         self._keep = keep_inputs
@@ -209,9 +206,8 @@ class ModuleStack:
         hooks: list[Around] = []
         for module in self._named.values():
             if _has_no_attention(module):
-                if self._keep:
-                    hooks.append((module, None, in_this_thread(self._count)))
-            elif not isinstance(module, torch.jit.ScriptModule):
+                continue
+            if not isinstance(module, torch.jit.ScriptModule):
                 hooks.append((module, push, pop))
         undo.callback(remove_hooks, put_hooks(hooks))
 
@@ -220,11 +216,6 @@ class ModuleStack:
         model = self.root.module
         del self._named[self._names[id(model)]]
         self.push(model, args, kwargs)
-
-    def restart(self) -> None:
-        """Forgets a pass that may have ended early."""
-        model = self.root.module
-        self.root = self.top = ModuleCall(name="", module=model, parent=None)
 
     def push(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Records that a call of this module begins."""
@@ -235,8 +226,6 @@ class ModuleStack:
         if not (isinstance(first, Tensor) and first.ndim > 1):
             first = next((x for x in tensors((args, kwargs)) if x.ndim > 1), None)
         batch = 0 if first is None else first.shape[0]
-        if self._keep:
-            self.called[id(module)] += 1
         name, caller = self._names[id(module)], None
         if self.by_caller is not None:
             n_before = self.top.children.get(name, 0)
@@ -252,9 +241,6 @@ class ModuleStack:
             inputs=inputs,
             given=GivenArguments(args, kwargs, inputs) if self._keep else None,
         )
-
-    def _count(self, module: nn.Module, args: object, output: object) -> None:
-        self.called[id(module)] += 1
 
     def pop(self, module: nn.Module, args: object, output: object) -> None:
         """Records that a call of this module ends."""

@@ -51,6 +51,7 @@ from qkeel.capture.products import (
 from qkeel.capture.score_calls import LayoutReader, normalized, scores_call
 from qkeel.capture.tags import (
     JOINS,
+    LOGITS,
     SCALES,
     Lost,
     Powers,
@@ -103,6 +104,13 @@ _SUMS = {
 }
 # What weights go through on their way to the values.
 _PASSES = ELEMENTWISE | VIEWS | _MASKS | JOINS | _SUMS.keys()
+# What leaves a tensor with one of these tags what it is.
+_PASSED_ON: dict[type, Set[str]] = {
+    Weights: _PASSES,
+    Powers: ELEMENTWISE - SCALES,
+    # After a maximum with another block's value it is no longer the largest of these scores.
+    RowTop: VIEWS | (ELEMENTWISE - {"neg", "maximum"}),
+}
 
 _FOREIGN = "values of several positions are weighted by a softmax of scores that are no products of queries and keys"
 _OVER_QUERIES = "its softmax runs over the queries, so the weights that a query gives to its keys do not sum to one"
@@ -210,21 +218,24 @@ class EagerAttentionTracer:
     def _multiplied(self, step: Step, product: Product) -> None:
         """Tags the product of two activations."""
         self.multiplied = True
-        added = product.added
         tag = Scores(
-            products=(dataclasses.replace(product, added=None),),
+            products=(product,),
             frame=step.frame,
             scale=float(step.kwargs.get("alpha", 1.0)),
         )
-        other_tag = self.tags.get(added)
-        if isinstance(other_tag, Scores):
-            total = _sum(other_tag, tag, float(step.kwargs.get("beta", 1.0)), step)
-            if total is None:
-                self._tag_lost(step, other_tag, step.out)
-                return
-            tag = total
-        elif added is not None:
-            tag = self._with_term(step, tag, added, step.kwargs.get("beta", 1.0))
+        beta = float(step.kwargs.get("beta", 1.0))
+        # torch does not read what it adds if beta is 0: that may be uninitialised memory.
+        if step.name == "baddbmm" and beta:
+            added = step.argument("input", 0)
+            other_tag = self.tags.get(added)
+            if not isinstance(other_tag, Scores):
+                tag = self._with_term(step, tag, added, beta)
+            else:
+                total = _sum(other_tag, tag, beta, step)
+                if total is None:
+                    self._tag_lost(step, other_tag, step.out)
+                    return
+                tag = total
         self.tags.put(step.out, tag)
 
     def _scores(self, step: Step, tag: Scores, x: Tensor) -> None:
@@ -398,24 +409,16 @@ class EagerAttentionTracer:
     ) -> None:
         """Handles a call with what comes after scores: exponentials, their sums, and weights."""
         name, out = step.name, step.out
-        for argument in step.arguments():
-            total = self.tags.get(argument)
-            if isinstance(total, RowSum):
-                self._divided(step, total)
-                return
-        if isinstance(tag, Powers):
-            if name == "sum" and step.is_over_last(x):
-                self.tags.put(out, RowSum(tag, x))
-            elif name in ELEMENTWISE - SCALES:
-                self.tags.put(out, tag)
-            elif name not in _READS:
-                self._tag_lost(step, tag.scores, x)
-        elif isinstance(tag, RowTop):
-            # After a maximum with another block's value it is no longer the largest of these scores.
-            if name in VIEWS or name in ELEMENTWISE - {"neg", "maximum"}:
-                self.tags.put(out, tag)
-        elif name in _PASSES:
+        tags = [self.tags.get(argument) for argument in step.arguments()]
+        totals = [total for total in tags if isinstance(total, RowSum)]
+        if totals:
+            self._divided(step, totals[0])
+        elif isinstance(tag, Powers) and name == "sum" and step.is_over_last(x):
+            self.tags.put(out, RowSum(tag, x))
+        elif name in _PASSED_ON[type(tag)]:
             self.tags.put(out, tag)
+        elif isinstance(tag, Powers) and name not in _READS:
+            self._tag_lost(step, tag.scores, x)
 
     def _divided(self, step: Step, total: RowSum) -> None:
         """Handles a call with a row's sum of exponentials. Any use of it but a guard against 0 / 0 is the division by
@@ -585,25 +588,23 @@ class EagerAttentionTracer:
         """Reports a call unless that was done before, and returns its name."""
         if waiting not in self.waiting:
             return None
-        earlier = self.waiting[: self.waiting.index(waiting)]
+        n_earlier = self.waiting.index(waiting)
         self.waiting.remove(waiting)
-        self._report_earlier(waiting.frame, waiting.call, earlier)
+        self.before(waiting.frame, waiting.call, n_earlier)
         return self._report(waiting.frame, waiting.call)
 
-    def before(self, frame: ModuleCall, call: Seen) -> None:
-        """Called when a fused call of this module is about to be reported."""
-        self._report_earlier(frame, call, self.waiting)
-
-    def _report_earlier(
-        self, frame: ModuleCall, call: Seen, earlier: Sequence[WaitingCall]
+    def before(
+        self, frame: ModuleCall, call: Seen, n_earlier: int | None = None
     ) -> None:
-        """Reports the module's calls whose softmax came before this call, so that their order is that of the softmaxes.
+        """Called when a call of this module is about to be reported. Reports the module's calls whose softmax came
+        before it (the first `n_earlier` of all), so that their order is that of the softmaxes.
+
         Those of the same q and k are dropped: a program looks at its weights so (their entropy, a picture)."""
-        of_module = [waiting for waiting in earlier if waiting.frame is frame]
-        for waiting in [waiting for waiting in of_module if not waiting.is_matrix]:
-            self.waiting.remove(waiting)
-            if not _are_equal(waiting.call, call):
-                self._report(frame, waiting.call)
+        for waiting in self.waiting[:n_earlier]:
+            if waiting.frame is frame and not waiting.is_matrix:
+                self.waiting.remove(waiting)
+                if not _are_equal(waiting.call, call):
+                    self._report(frame, waiting.call)
         self.latest[id(frame)] = call
 
     def end(self, frame: ModuleCall) -> None:
@@ -614,12 +615,6 @@ class EagerAttentionTracer:
             is_new = latest is None or not _are_equal(waiting.call, latest)
             if is_new and not waiting.is_matrix:
                 self._report(frame, waiting.call)
-
-    def forget(self) -> None:
-        """Drops everything of a pass that has ended, or that was ended early."""
-        self.tags.clear()
-        self.waiting.clear()
-        self.latest.clear()
 
     def end_all(self) -> None:
         """Called when the pass is over."""
@@ -702,15 +697,13 @@ def _viewed(step: Step, tag: Scores, x: Tensor) -> Scores | None:
         return None
     function = view_function(name)
 
-    def view(y: Tensor | None) -> Tensor | None:
-        if y is None:
-            return None
-        with torch.no_grad():
-            y = y.broadcast_to(x.shape)
-            # Not all functions take booleans.
-            if y.dtype == torch.bool:
-                return function(y.to(torch.uint8), *args, **kwargs).bool()
-            return function(y, *args, **kwargs)
+    @torch.no_grad()
+    def view(y: Tensor) -> Tensor:
+        y = y.broadcast_to(x.shape)
+        # Not all functions take booleans.
+        if y.dtype == torch.bool:
+            return function(y.to(torch.uint8), *args, **kwargs).bool()
+        return function(y, *args, **kwargs)
 
     keys = tag.keys
     if keys is not None and out.shape[-1] < min(keys[1], x.shape[-1]):
@@ -720,11 +713,8 @@ def _viewed(step: Step, tag: Scores, x: Tensor) -> Scores | None:
         products=tuple(
             viewed(product, name, x, step.args, kwargs, out) for product in tag.products
         ),
-        hidden=view(tag.hidden),
-        bias=view(tag.bias),
-        uncapped=view(tag.uncapped),
-        unshifted=view(tag.unshifted),
         keys=keys,
+        **tag.beside(("hidden", *LOGITS), view),
     )
 
 

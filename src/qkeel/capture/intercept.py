@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import CodeType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,6 @@ from qkeel.capture.readers import (
     FUSED,
     READERS,
     SDPA,
-    CallObserver,
     UnreadError,
     arranged,
     observed_by,
@@ -59,7 +58,7 @@ from qkeel.capture.score_calls import (
     scores_call,
 )
 from qkeel.capture.tags import Lost, Scores
-from qkeel.capture.user_hooks import hide_recording_hooks, recording_code
+from qkeel.capture.user_hooks import recording_code
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows
 from qkeel.nn import functional_attention
@@ -71,6 +70,7 @@ from qkeel.patching.modes import (
     Args,
     Function,
     Kwargs,
+    ReadingMode,
     function_name,
     push_mode,
     take_off,
@@ -79,12 +79,9 @@ from qkeel.patching.module_tables import modules_of, put_hooks, remove_hooks
 from qkeel.patching.torch_state import in_vmap, running_frames, transformed_now
 from qkeel.spec import AttentionCall
 
-
-class Search(Protocol):
-    """Called with the call of a module that is about to make an attention call, or has made scores of which the largest
-    are chosen. Returns what is known of sites then, or None if nothing has changed."""
-
-    def __call__(self, frame: ModuleCall, /, *, chooses: bool) -> KnownSites | None: ...
+# Called with the call of a module that is about to make an attention call, or that `chooses` keys: it has made scores of
+# which the largest are chosen. Returns what is known of sites then, or None if nothing has changed.
+Search = Callable[..., KnownSites | None]
 
 
 # q, k, scale, causality.
@@ -156,7 +153,7 @@ def name_of(module: str, ordinal: int) -> str:
     return module if ordinal == 0 else f"{module}#{ordinal + 1}"
 
 
-class CaptureMode(CallObserver):
+class CaptureMode(ReadingMode):
     """A torch function mode that reports every attention call of `model` between `__enter__` and `__exit__`.
 
     It makes each call itself, once and with the original arguments, so that results are unchanged; `guard` protects
@@ -196,6 +193,9 @@ class CaptureMode(CallObserver):
     ) -> None:
         super().__init__()
         self.guard, self.probing = guard, by_graph is not None
+        # True while a call is made that arrived by the name F.scaled_dot_product_attention; whether such calls are
+        # handed to `named_call`, because the mode is not active; whether their rows' logsumexps are wanted.
+        self.by_name = self.reads_names = self.wants_logsumexp = False
         # The torch functions to observe now, or None for all, and those of the calls of known modules further out.
         self.only: frozenset[Function] | None = None
         self._outer: list[tuple[frozenset[Function] | None, bool]] = []
@@ -219,7 +219,7 @@ class CaptureMode(CallObserver):
         self.measure: Callable[[str, PlainCall | None, Tensor | None], bool] | None = (
             None
         )
-        # The code of the user's hooks on the model that record.
+        # The code of the user's hooks that record.
         self._recording: frozenset[CodeType] = frozenset()
         # The calls of the modules in `only_in`.
         self.called_in: list[ModuleCall] = []
@@ -316,11 +316,9 @@ class CaptureMode(CallObserver):
         if not self._knows_name or most > Watch.NAME:
             self.stack.ended = self._module_ended
         around.enter_context(observed_by(self, exchanges=most > Watch.NAME))
-        model = self.stack.root.module
         if modules is None:
-            modules = modules_of(model).values()
-        self._recording = recording_code(model)
-        hide_recording_hooks(modules, around)
+            modules = modules_of(self.stack.root.module).values()
+        self._recording = recording_code(modules)
         if self._only_in is None:
             self.stack.attach(around)
             push_mode(self)
@@ -346,11 +344,6 @@ class CaptureMode(CallObserver):
 
         see = in_this_thread(functools.partial(self.guard, report))
         return RowObserver(see, see) if self._rows else see
-
-    def restart(self) -> None:
-        """Forgets the pass that was observed, so that another one can be observed in the same context."""
-        self.handwritten.forget()
-        self.stack.restart()
 
     def end(self) -> None:
         """Reports what is still waiting; the pass is over, or about to be."""
@@ -452,7 +445,9 @@ class CaptureMode(CallObserver):
             self.hidden["what runs inside torch.func.vmap"] = None
             return
         top = self.stack.top
-        if _in_own(top) or (func is SDPA and self._measured(args, kwargs, lse)):
+        if _in_own(top) or self._is_recording():
+            return
+        if func is SDPA and self._measured(args, kwargs, lse):
             return
         if name in FUSED:
             self.apart(lambda: self._read(name, FUSED[name](args, kwargs), rows))
@@ -460,7 +455,8 @@ class CaptureMode(CallObserver):
             self.apart(lambda: self.handwritten.follow(name, top, args, kwargs, out))
 
     def named_call(self, args: Args, kwargs: Kwargs, lse: Tensor | None) -> None:
-        if self._measured(args, kwargs, lse):
+        """Reads a call that arrived by name, and its rows' logsumexps if its kernel hands them out."""
+        if self._is_recording() or self._measured(args, kwargs, lse):
             return
         if in_vmap():
             self.hidden["what runs inside torch.func.vmap"] = None
@@ -481,8 +477,6 @@ class CaptureMode(CallObserver):
             return False
         # Inside a transform no kernel has handed out logsumexps.
         if lse is None and transformed_now():
-            return False
-        if self._recording and self._is_recording():
             return False
         plain, mask = None, args[3] if len(args) > 3 else kwargs.get("attn_mask")
         if mask is None and 3 <= len(args) <= 5:
@@ -521,9 +515,7 @@ class CaptureMode(CallObserver):
             heads = _configured_heads(top.module, q) if n_heads is None else n_heads[0]
             packed = unpacked(arguments, heads) if heads else None
             if packed is not None:
-                arguments = packed
-                if rows is not None:
-                    rows = KernelRows(*(x.reshape(len(x), heads, 1) for x in rows))
+                arguments, rows = packed, None
             elif q.ndim != 4 and not q.is_nested:
                 layout = fused_layout(
                     q,
@@ -581,10 +573,8 @@ class CaptureMode(CallObserver):
         )
 
     def called(self, name: str, arguments: Kwargs) -> None:
+        """Reads a call of a function whose code was exchanged."""
         self.apart(lambda: self._read(name, arguments))
-
-    def not_observable(self, name: str, error: Exception) -> None:
-        self.hidden[f"{name}, which can't be watched ({error})"] = None
 
     def _saw(
         self,
@@ -654,11 +644,13 @@ class CaptureMode(CallObserver):
         """True inside a module whose attention is reported in another way."""
         if _in_own(frame) or any(f.name in self._described for f in frame.line()):
             return True
-        return bool(self._recording) and self._is_recording()
+        return self._is_recording()
 
     def _is_recording(self) -> bool:
         """True inside a hook of the user's that records."""
-        return any(frame.f_code in self._recording for frame in running_frames())
+        return bool(self._recording) and any(
+            frame.f_code in self._recording for frame in running_frames()
+        )
 
 
 def _adds_zeros(

@@ -68,17 +68,12 @@ def layer_of(module: str, sites: Iterable[str]) -> str | None:
     >>> layer_of("h.1.index", ["h.0.attn", "h.1.attn"]), layer_of("index", [""])
     ('h.1.attn', '')
     """
-    homes = {site: site.partition("#")[0] for site in sites}
     around = module.split(".") if module else []
+    homes = {site: site.partition("#")[0].split(".") for site in sites}
     for n in range(len(around), 0, -1):
-        path = ".".join(around[:n])
-        inside = (
-            site
-            for site, home in homes.items()
-            if home == path or home.startswith(f"{path}.")
-        )
-        if (nearest := next(inside, None)) is not None:
-            return nearest
+        for site, home in homes.items():
+            if home[:n] == around[:n]:
+                return site
         if around[n - 1].isdigit():
             break
-    return next((site for site, home in homes.items() if not home), None)
+    return next((site for site, home in homes.items() if home == [""]), None)

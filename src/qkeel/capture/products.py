@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from jaxtyping import Float
@@ -66,49 +66,50 @@ class Operand:
         return self.x.shape[dim] > 1
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """A product of two factors. `left` and `right` are None if the einsum could not be read.
+    """A product of two factors.
 
     Args:
-        left: the vectors of the first factor.
-        right: the vectors of the second factor.
         factors: the tensors that were multiplied.
-        added: the tensor that baddbmm adds.
+        sides: the vectors of both factors, or None if they are unknown.
         table: whether a factor is a parameter or has two dimensions, as a weight has; the product then counts as scores
             only if it is added to other scores, as with relative positions.
-        followed: False if the scores were shifted or picked, so that `left` and `right` still have the form that they
-            had before.
+        followed: False if the scores were shifted or picked, so that `sides` still have the form that they had before.
     """
 
-    left: Operand | None
-    right: Operand | None
     factors: tuple[Tensor, Tensor]
-    added: Tensor | None = None
+    sides: tuple[Operand, Operand] | None = None
     table: bool = False
     followed: bool = True
 
+    def varying(self) -> list[tuple[bool, bool]]:
+        """For each dimension of the scores, which of the two factors vary along it; nothing if they are unknown."""
+        if self.sides is None:
+            return []
+        left, right = self.sides
+        return [(left.varies(dim), right.varies(dim)) for dim in range(left.x.ndim - 1)]
+
     def has_pairs(self) -> bool:
         """True if there is a dimension of queries and one of keys, along each of which one factor alone varies."""
-        if self.left is None or self.right is None:
-            return False
-        kinds = {
-            (self.left.varies(dim), self.right.varies(dim))
-            for dim in range(self.left.x.ndim - 1)
-        }
-        return {(True, False), (False, True)} <= kinds
+        return {(True, False), (False, True)} <= {*self.varying()}
 
     def may_be_keys(self, dim: int) -> bool:
         """True if a dimension may be one of keys, because one factor alone varies along it or because there is only one
         key."""
-        if self.left is None or self.right is None:
-            return False
-        sides = self.left.varies(dim), self.right.varies(dim)
-        return sides != (True, True)
+        return self.sides is not None and self.varying()[dim] != (True, True)
 
     def unknown(self) -> Product:
         """The product without its vectors."""
-        return dataclasses.replace(self, left=None, right=None, followed=False)
+        return dataclasses.replace(self, sides=None, followed=False)
+
+    def with_vectors(self, vectors: Iterable[Tensor]) -> Product:
+        """The product after a change of its sides to these vectors."""
+        assert self.sides is not None
+        left, right = (
+            Operand(x, side.factor) for x, side in zip(vectors, self.sides, strict=True)
+        )
+        return dataclasses.replace(self, sides=(left, right))
 
 
 def is_weight(x: Tensor) -> bool:
@@ -121,26 +122,13 @@ def read_product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product 
     table, were multiplied."""
     if not isinstance(out, Tensor) or out.ndim < 2:
         return None
-    arguments = [
-        *args,
-        *(
-            value
-            for key, value in kwargs.items()
-            if key not in ("alpha", "beta", "out")
-        ),
+    arguments = [*args]
+    arguments += [
+        value for key, value in kwargs.items() if key not in ("alpha", "beta", "out")
     ]
-    added = None
-    if name == "einsum":
-        factors = arguments[1:]
-        if len(factors) == 1 and isinstance(factors[0], (tuple, list)):
-            factors = list(factors[0])
-    elif name == "baddbmm":
-        added, *factors = arguments
-        if kwargs.get("beta", 1.0) == 0:
-            # torch does not read this tensor, which may be uninitialised memory.
-            added = None
-    else:
-        factors = arguments
+    factors = arguments[1:] if name in ("einsum", "baddbmm") else arguments
+    if len(factors) == 1 and isinstance(factors[0], (tuple, list)):
+        factors = list(factors[0])
     if len(factors) != 2 or not all(
         isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 for x in factors
     ):
@@ -156,38 +144,24 @@ def read_product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product 
     active = [x.ndim >= least and not is_weight(x) for x in factors]
     if not any(active) and any(is_weight(x) for x in factors):
         return None
-    product = Product(
-        left=None,
-        right=None,
-        factors=(first, second),
-        added=added,
-        table=not all(active),
-    )
+    sides = None
     letters = _letters(name, arguments[0], first, second, out.ndim)
-    if letters is None:
-        return product
-    of_first, of_second, of_scores = letters
-    summed = _summed(letters)
-    return dataclasses.replace(
-        product,
-        left=_operand(first, of_first, of_scores, summed),
-        right=_operand(second, of_second, of_scores, summed),
-    )
+    if letters is not None:
+        of_first, of_second, of_scores = letters
+        summed = _summed(letters)
+        sides = (
+            _operand(first, of_first, of_scores, summed),
+            _operand(second, of_second, of_scores, summed),
+        )
+    return Product((first, second), sides, table=not all(active))
 
 
 def _operand(x: Tensor, letters: str, of_scores: str, summed: Sequence[str]) -> Operand:
     """A factor with the dimensions of the scores, whose letters are `of_scores`, and the summed ones at the end."""
     sizes = dict(zip(letters, x.shape))
-    order = []
-    shape = []
-    for letter in of_scores:
-        if letter in sizes:
-            order.append(letters.index(letter))
-        shape.append(sizes.get(letter, 1))
-    width = 1
-    for letter in summed:
-        order.append(letters.index(letter))
-        width *= sizes[letter]
+    order = [letters.index(y) for y in (*of_scores, *summed) if y in sizes]
+    shape = [sizes.get(letter, 1) for letter in of_scores]
+    width = math.prod([sizes[letter] for letter in summed])
     return Operand(x.permute(order).reshape(*shape, width), x)
 
 
@@ -263,16 +237,18 @@ def viewed(
     product: Product, name: str, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor
 ) -> Product:
     """The product after `out = name(x, ...)`, one of VIEWS, was applied to its scores x."""
-    left, right = product.left, product.right
-    if left is None or right is None:
+    if product.sides is None:
         return product
+    left, right = product.sides
     if left.x.ndim != x.ndim + 1:
         return product.unknown()
+    # Columns that are no keys, such as a sink, may have been attached to the scores.
+    has_own_columns = max(left.x.shape[-2], right.x.shape[-2]) in (1, x.shape[-1])
     pair = None
     if name in RESHAPES and x.numel():
         pair = _reshaped(left.x, right.x, x.shape, out.shape)
     elif name in PERMUTATIONS or (
-        name in PARTS and product.followed and _has_whole_columns(left, right, x)
+        name in PARTS and product.followed and has_own_columns
     ):
         index = args[1] if name == "getitem" else ()
         entries = index if isinstance(index, tuple) else (index,)
@@ -286,16 +262,7 @@ def viewed(
             ]
     if pair is None:
         return dataclasses.replace(product, followed=False)
-    return dataclasses.replace(
-        product,
-        left=dataclasses.replace(left, x=pair[0]),
-        right=dataclasses.replace(right, x=pair[1]),
-    )
-
-
-def _has_whole_columns(left: Operand, right: Operand, x: Tensor) -> bool:
-    """True unless columns that are no keys, such as a sink, were attached to the scores x."""
-    return max(left.x.shape[-2], right.x.shape[-2]) in (1, x.shape[-1])
+    return product.with_vectors(pair)
 
 
 def _part(factor: Tensor, x: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
@@ -364,12 +331,7 @@ def _groups(
 
 def widened(product: Product, ndim: int) -> Product:
     """The product as a part of a sum of scores with `ndim` dimensions."""
-    sides = []
-    for side in (product.left, product.right):
-        if side is None or side.x.ndim > ndim:
-            sides.append(side)
-        else:
-            sides.append(
-                dataclasses.replace(side, x=side.x[(None,) * (ndim + 1 - side.x.ndim)])
-            )
-    return dataclasses.replace(product, left=sides[0], right=sides[1])
+    if product.sides is None or product.sides[0].x.ndim > ndim:
+        return product
+    missing = ndim + 1 - product.sides[0].x.ndim
+    return product.with_vectors([side.x[(None,) * missing] for side in product.sides])

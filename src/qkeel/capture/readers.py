@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextvars
 import dataclasses
 import functools
@@ -22,7 +21,6 @@ from torch import Tensor
 from qkeel.capture.calls import HeadLayout, flex_call, hides
 from qkeel.errors import QkeelError
 from qkeel.patching.function_code import ObservedCall, exchange, give_back
-from qkeel.patching.guards import Guarded, unguarded
 from qkeel.patching.modes import Args, Kwargs, ReadingMode, without_modes
 from qkeel.patching.torch_state import recomputing
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, NoCap, Softcap
@@ -46,37 +44,12 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "torch.nn.attention.flex_attention": (_FLEX,),
     "torch.nn.attention.varlen": ("varlen_attn",),
     # Attention called by a module that is not one of qkeel's, or with which a remedy replaced a model's own.
-    "qkeel.ops": ("attention", "run", "run_with_weights"),
+    "qkeel.ops": ("run", "run_with_maxima", "run_with_weights"),
 }
 
 
-class CallObserver(ReadingMode, abc.ABC):
-    """A function mode that also receives the calls of functions that are not torch functions.
-
-    guard: calls what reads a call. probing: whether gradients are traced from q and k. by_name: True while a call is
-    made that arrived by the name F.scaled_dot_product_attention. reads_names: whether such calls are handed to
-    `named_call`, because the mode is not active; wants_logsumexp: whether their rows' logsumexps are wanted.
-    """
-
-    guard: Guarded = staticmethod(unguarded)
-    probing = False
-    by_name = False
-    reads_names = False
-    wants_logsumexp = False
-
-    def named_call(self, args: Args, kwargs: Kwargs, lse: Tensor | None) -> None:
-        """Called with the arguments of a call that arrived by name, and its rows' logsumexps if its kernel hands them
-        out."""
-
-    @abc.abstractmethod
-    def called(self, name: str, arguments: Mapping[str, Any]) -> None:
-        """Called after the function `name` was called with these arguments, all of them by name."""
-
-    @abc.abstractmethod
-    def not_observable(self, name: str, error: Exception) -> None:
-        """Called if the function `name` cannot be observed."""
-
-
+# A CaptureMode, which is defined above this file.
+CallObserver = Any
 # Per thread. Empty while an observed function runs, because the calls that it makes are part of it.
 _OBSERVERS: contextvars.ContextVar[tuple[CallObserver, ...]] = contextvars.ContextVar(
     "qkeel_observers", default=()
@@ -92,12 +65,11 @@ def observed_by(observer: CallObserver, *, exchanges: bool) -> Iterator[None]:
     `exchanges` is True. Functions of modules that are not imported yet are missed."""
     taken: list[types.FunctionType] = []
     try:
-        for function in _functions() if exchanges or _has_flash() else ():
-            try:
-                exchange(function, _begin)
-                taken.append(function)
-            except (TypeError, ValueError) as error:  # code of an unexpected form
-                observer.not_observable(function.__name__, error)
+        # Models call flash-attn where they have no mask, and torch's function elsewhere.
+        has_flash = bool(_flash_modules(len(sys.modules)))
+        for function in _functions() if exchanges or has_flash else ():
+            exchange(function, _begin)
+            taken.append(function)
         _OBSERVERS.set((*_OBSERVERS.get(), observer))
         yield
     finally:
@@ -122,11 +94,6 @@ def unobserved() -> Iterator[None]:
 def _flash_modules(count: int) -> list[str]:
     """The names of flash-attn's modules among the `count` that are loaded. A verification asks eight times a layer."""
     return [home for home in list(sys.modules) if "flash_att" in home]
-
-
-def _has_flash() -> bool:
-    """True if flash-attn is loaded: models call it where they have no mask, and torch's function elsewhere."""
-    return bool(_flash_modules(len(sys.modules)))
 
 
 def _functions() -> list[types.FunctionType]:
@@ -374,13 +341,11 @@ def unpacked(arguments: Mapping[str, Any], heads: int) -> dict[str, Any] | None:
         or arguments["enable_gqa"]
     ):
         return None
-    if mask is not None and mask.ndim > 1 and mask.shape[-2] != 1:
-        # It differs between queries, but not between groups of heads.
-        if mask.ndim != 4 or mask.shape[1] != groups:
+    if mask is not None and {*mask.shape[-3:-1]} - {1}:
+        # Rows that differ between queries, but not between groups of heads, are those of tokens.
+        if mask.shape[-2] != 1 and mask.shape[-3:-2] != (groups,):
             return None
-        mask = mask.reshape(mask.shape[0], heads, 1, mask.shape[3])
-    elif mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:
-        mask = mask.repeat_interleave(each, -3)
+        mask = mask.expand(b, groups, each, -1).reshape(b, heads, 1, -1)
     return {**arguments, "query": q.reshape(b, heads, 1, d), "attn_mask": mask}
 
 
@@ -404,19 +369,6 @@ class UnreadError(QkeelError, NotImplementedError):
 def qkeel_call(arguments: Kwargs) -> AttentionCall:
     """Reads qkeel.ops.run(call, impl) and similar functions."""
     return arguments["call"]
-
-
-def own(arguments: Kwargs) -> AttentionCall:
-    """Reads qkeel.attention(q, k, v, spec=..., ...), which is qkeel.ops.attention."""
-    names = ("params", "causal", "mask", "pos_q", "pos_k")
-    call = make_call(
-        arguments["spec"],
-        arguments["q"],
-        arguments["k"],
-        arguments["v"],
-        **{name: arguments[name] for name in names},
-    )
-    return band_call(call, cu_seqlens=arguments["cu_seqlens"])
 
 
 def flex(arguments: Kwargs) -> AttentionCall:
@@ -511,9 +463,7 @@ FUSED: Mapping[str, Callable[[Args, Kwargs], Kwargs]] = {
 READERS: Mapping[str, Reader] = {
     "scaled_dot_product_attention": sdpa,
     "multi_head_attention_forward": mha,
-    "attention": own,
-    "run": qkeel_call,
-    "run_with_weights": qkeel_call,
+    **dict.fromkeys(_HOMES["qkeel.ops"], qkeel_call),
     "flex_attention": flex,
     "varlen_attn": flash,
     **dict.fromkeys(FLASH, flash),

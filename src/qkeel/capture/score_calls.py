@@ -216,11 +216,9 @@ def fused_layout(
 
 def _sides(product: Product, x: Tensor, keys: int) -> Sides | None:
     """The factors of a product that hold the queries and the keys of scores x."""
-    if product.left is None or product.right is None:
+    if product.sides is None or product.sides[0].x.ndim != x.ndim + 1:
         return None
-    left, right = product.left, product.right
-    if left.x.ndim != x.ndim + 1:
-        return None
+    left, right = product.sides
     is_key = left.varies(keys)
     if is_key and right.varies(keys):
         # As with relative positions: the keys are those of which some queries see the same.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from qkeel.patching.modes import Args, Kwargs
 
 SCALES = frozenset({"mul", "multiply", "rmul", "div", "divide", "true_divide"})
 JOINS = frozenset({"cat", "concat"})
+# Fields of scores that hold logits.
+LOGITS = ("bias", "uncapped", "unshifted")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,16 +60,21 @@ class Scores:
             self, hidden=mask if self.hidden is None else self.hidden | mask
         )
 
+    def beside(
+        self, names: Iterable[str], change: Callable[[Tensor], Tensor]
+    ) -> dict[str, Tensor]:
+        """The tensors of these names that stand beside the scores, as far as there are any, after a change."""
+        tensors = {name: getattr(self, name) for name in names}
+        return {name: change(x) for name, x in tensors.items() if x is not None}
+
     def multiplied(self, factor: float) -> Scores:
         """The tag of the scores times a constant; after a cap, the bound grows by it as the logits before the cap
         do."""
         return dataclasses.replace(
             self,
             scale=self.scale if self.cap is not None else self.scale * factor,
-            bias=None if self.bias is None else self.bias * factor,
-            uncapped=None if self.uncapped is None else self.uncapped * factor,
             cap=None if self.cap is None else self.cap * abs(factor),
-            unshifted=None if self.unshifted is None else self.unshifted * factor,
+            **self.beside(LOGITS, lambda x: x * factor),
         )
 
 

@@ -6,16 +6,16 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, final
+from typing import Any
 
 from torch import nn
 
 from qkeel.capture.contents import ObjectContents
-from qkeel.capture.readers import unobserved
 from qkeel.patching.guards import idle
 from qkeel.patching.module_tables import (
     global_hooks,
@@ -108,71 +108,35 @@ def _put_all_back(hooks_of_tables: list[tuple[Hooks, Hooks]]) -> None:
         table.update(hooks)
 
 
-@final
-class _Unobserved:
-    """A hook in which no attention call is observed."""
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self.hook = hook
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with unobserved():
-            return self.hook(*args, **kwargs)
-
-
-def hide_recording_hooks(modules: Iterable[nn.Module], around: ExitStack) -> None:
-    """Makes forward hooks of modules that return nothing, or an argument of theirs, run unobserved until `around` is
-    closed: attention that they compute from what they see, as probes that log weights do, is none of the model's."""
-    wrapped = [
-        (table, key, hook)
-        for table in (*global_hooks(), *hook_tables(modules))
-        for key, hook in table.items()
-        # Torch numbers its hooks; those that a step puts by `put_hooks` have other keys.
-        if type(key) is int and _records(hook)
-    ]
-    for table, key, hook in wrapped:
-        table[key] = _Unobserved(hook)
-        around.callback(_put_back, table, key, hook)
-
-
 def _put_back(table: Hooks, key: int, hook: Callable[..., Any]) -> None:
     # The pass may have removed the hook.
     if key in table:
         table[key] = hook
 
 
-def recording_code(model: nn.Module) -> frozenset[types.CodeType]:
-    """The code of the hooks before a model's forward that record: torch has made the list of hooks that it calls by the
-    time when one of them begins a pass, so that these can't be replaced."""
-    before, _ = global_hooks()
+def recording_code(modules: Iterable[nn.Module]) -> frozenset[types.CodeType]:
+    """The code of the program's forward hooks of modules that return nothing, or an argument of theirs: attention that
+    they compute from what they see, as probes that log weights do, is none of the model's."""
     codes = set()
-    for table in (before, hooks_before(model)):
-        for key, hook in table.items():
+    for table in (*global_hooks(), *hook_tables(modules)):
+        for _, hook in _own_hooks(table, _WITH_NEEDED_HOOKS):
             function = _function_of(hook)
-            if not isinstance(function, types.FunctionType) or type(key) is not int:
-                continue
-            if _records(hook):
+            if isinstance(function, types.FunctionType) and returns_nothing(
+                hook, or_argument=True
+            ):
                 codes.add(function.__code__)
     return frozenset(codes)
 
 
-def _records(hook: Callable[..., Any]) -> bool:
-    """True if a hook is the program's, may compute attention, and changes no value."""
-    is_needed = isinstance(hook, _Unobserved) or _is_of(_WITH_NEEDED_HOOKS, hook)
-    return not is_needed and returns_nothing(hook, or_argument=True)
-
-
-def _own_hooks(
-    table: Mapping[int, Callable[..., Any]],
-    needed: Collection[str] = frozenset(_WITH_NEEDED_HOOKS),
-) -> Iterator[tuple[int, Callable[..., Any]]]:
-    """Yields the hooks of a table that a program has put there, with their keys. needed: packages whose hooks are not
-    among them."""
-    for key, hook in table.items():
-        # A module may be copied in the middle of a pass.
-        plain = hook.hook if isinstance(hook, _Unobserved) else hook
-        if not _is_of(needed, plain):
-            yield key, plain
+def _own_hooks(table: Hooks, needed: Collection[str]) -> list[tuple[int, Any]]:
+    """The hooks of a table that a program has put there, with their keys. needed: packages whose hooks are not among
+    them."""
+    return [
+        (key, hook)
+        for key, hook in table.items()
+        # Torch numbers its hooks; those that a step puts by `put_hooks` have other keys.
+        if type(key) is int and not _is_of(needed, hook)
+    ]
 
 
 def returns_nothing(hook: Callable[..., Any], *, or_argument: bool = False) -> bool:
@@ -206,35 +170,38 @@ def _result(code: types.CodeType, or_argument: bool) -> bool | str:
     """Whether a function returns nothing (or an argument), or the name of the function whose result it returns."""
     if code.co_flags & _IS_GENERATOR:
         return False
-    result: bool | str = True
+    instructions = [*dis.get_instructions(code)]
     kept = {*code.co_varnames[: code.co_argcount]} if or_argument else set()
-    kept -= {x.argval for x in dis.get_instructions(code) if x.opname == "STORE_FAST"}
-    # The object of the call that is evaluated last lies at the bottom of the stack, and so does its method.
-    depth, method, function, before = 0, "", "", None
-    for instruction in dis.get_instructions(code):
-        name = instruction.opname
-        if name == "RETURN_CONST" and instruction.argval is not None:
+    kept -= {x.argval for x in instructions if x.opname == "STORE_FAST"}
+    values = []
+    for before, instruction in itertools.pairwise(instructions):
+        is_none = before.opname == "LOAD_CONST" and before.argval is None
+        is_none |= before.opname == "LOAD_FAST" and before.argval in kept
+        if instruction.opname == "RETURN_VALUE" and not is_none:
+            values.append(before.opname)
+        if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
             return False
-        if name == "RETURN_VALUE" and before is not None:
-            is_none = before.opname == "LOAD_CONST" and before.argval is None
-            is_none |= before.opname == "LOAD_FAST" and before.argval in kept
-            is_call = before.opname.startswith("CALL")
-            if is_call and function and not method and result in (True, function):
-                result = function
-            elif not (is_none or (is_call and method in _RETURN_NOTHING)):
-                return False
+    if not values:
+        return True
+    # One expression, which is a call: what it calls is at the bottom of the stack.
+    is_call = len(values) == 1 and values[0].startswith("CALL")
+    if not is_call or any("JUMP" in x.opname for x in instructions):
+        return False
+    depth = 0
+    methods: list[str] = []
+    functions: list[str] = []
+    for instruction in instructions[:-1]:
+        name = instruction.opname
         if name in ("LOAD_METHOD", "LOAD_ATTR") and depth == 1:
-            method = instruction.argval
+            methods.append(instruction.argval)
         if name in ("LOAD_GLOBAL", "LOAD_DEREF") and depth <= 1:
-            function = instruction.argval
-        if name == "RETURN_VALUE" or name.startswith("JUMP"):
-            depth = 0
-        else:
-            depth += dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
+            functions.append(instruction.argval)
+        depth += dis.stack_effect(instruction.opcode, instruction.arg)
         if depth <= 0:
-            method = function = ""
-        before = instruction
-    return result
+            methods, functions = [], []
+    if methods:
+        return methods[-1] in _RETURN_NOTHING
+    return functions[-1] if functions else False
 
 
 def _writes_state(hook: Callable[..., Any]) -> bool:

@@ -123,9 +123,8 @@ def visible_digest(call: Seen) -> Tensor | None:
     of their keys' indices. Of functions that make a mask the blocks are counted."""
     if not _may_hide_pairs(call):
         return None
-    t, device = call.query_shape[1], call.query_device
     mask = call.mask
-    numbers = [torch.tensor(t, device=device)]
+    numbers: list[Tensor | int] = [call.query_shape[1], call.window or 0]
     if isinstance(call, FlexCall) and call.block_mask is not None:
         blocks = call.block_mask.kv_num_blocks, call.block_mask.full_kv_num_blocks
         numbers += [x.sum() for x in blocks if x is not None]
@@ -134,10 +133,9 @@ def visible_digest(call: Seen) -> Tensor | None:
             mask = mask > torch.finfo(mask.dtype).min
         of_keys = mask.sum((0, 1, 2))
         # From 1, since an index of 0 would add nothing for the first key.
-        indices = torch.arange(1, len(of_keys) + 1, device=device)
+        indices = torch.arange(1, len(of_keys) + 1, device=of_keys.device)
         numbers += [of_keys.sum(), (of_keys * indices).sum()]
-    numbers.append(torch.tensor(call.window or 0, device=device))
-    return torch.stack(numbers)
+    return torch.stack([torch.as_tensor(n, device=call.query_device) for n in numbers])
 
 
 def _may_hide_pairs(call: Seen) -> bool:
@@ -159,28 +157,25 @@ def _spans(call: Seen, s: int) -> tuple[bool, bool, bool, int]:
         is_always_seen.append((visible | ~has_keys).all(1))
     # [n s].
     kept = torch.stack(is_seen).any(0) & ~torch.stack(is_always_seen).all(0)
+    # Positions among the kept keys: those that are left out make no gap in a span.
+    rank = kept.cumsum(-1, dtype=torch.int32)[:, None]
     rows = []
     for visible in _blocks(call, s):
-        row = (visible & kept[:, None]).to(torch.uint8)
-        last = s - 1 - row.flip(-1).argmax(-1)
-        rows.append((row.argmax(-1), last, row.sum(-1)))
+        row = visible & kept[:, None]
+        start, end = rank.where(row, s + 1).amin(-1), rank.where(row, 0).amax(-1)
+        rows.append((start, end, row.sum(-1)))
     # [n t].
-    first, last, count = (torch.cat(parts, -1) for parts in zip(*rows))
-    # Positions among the kept keys: those that are left out make no gap in a span.
-    rank = kept.cumsum(-1)
-    start, end, has_keys = rank.gather(-1, first), rank.gather(-1, last), count > 0
+    start, end, count = (torch.cat(parts, -1) for parts in zip(*rows))
+    has_keys = count > 0
     are_spans = ((end - start + 1 == count) | ~has_keys).all()
     # A window slides where rows of several keys begin one key later than the row before. A row of one key does not count:
     # the first token of each packed document sees itself alone, wherever it stands.
     are_wide = torch.minimum(count[..., 1:], count[..., :-1]) > 1
     do_slide = (are_wide & (start[..., 1:] == start[..., :-1] + 1)).any()
-    latest = start.masked_fill(~has_keys, -1).amax(-1)
-    earliest = start.masked_fill(~has_keys, s + 1).amin(-1)
-    answers = torch.stack(
-        [are_spans, do_slide, (latest > earliest).any(), count.amax()]
-    )
-    spans, slide, start_apart, most = answers.tolist()
-    return bool(spans), bool(slide), bool(start_apart), most
+    starts_apart = start.masked_fill(~has_keys, -1).amax(-1) > start.amin(-1)
+    answers = torch.stack([are_spans, do_slide, starts_apart.any(), count.amax()])
+    spans, slide, apart, most = answers.tolist()
+    return bool(spans), bool(slide), bool(apart), most
 
 
 def _blocks(call: Seen, s: int) -> Iterator[Bool[Tensor, "n r s"]]:

@@ -17,8 +17,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Private attributes of graph nodes and tensors: saved operands, the base of a view, versions.
 
-_NORM = "qkeel: a norm"
-
 
 def nodes_of(inputs: Iterable[Tensor]) -> set[Node]:
     """The graph nodes that computed these tensors, at which tracing stops."""
@@ -46,17 +44,6 @@ def is_transposed(node: Node) -> bool:
     """True for a transposed convolution, whose weight has the input features as its first dimension."""
     kept: Any = node
     return bool(kept._saved_transposed)
-
-
-def mark_as_norm(x: Tensor) -> None:
-    """Marks the node that produced a tensor as a norm, for norms that cannot be identified by an operator."""
-    if x.grad_fn is not None and not torch.compiler.is_compiling():
-        x.grad_fn.metadata[_NORM] = True  # type: ignore[index]
-
-
-def is_marked_norm(node: Node) -> bool:
-    """True if `mark_as_norm` marked the node."""
-    return _NORM in node.metadata  # type: ignore[operator]
 
 
 def base_of(view: Tensor) -> Tensor | None:

@@ -137,23 +137,20 @@ class ChangedCalls(InstanceForward):
             raise RefusedError(
                 "expected attention with q [b h t d], got nested tensors, whose heads are not known"
             )
+        apart = unpacked(arguments, self.geometry.n_heads)
+        if q.ndim != 4 and not apart:
+            raise RefusedError(
+                f"expected attention with q [b h t d], got {list(q.shape)}, in which heads are not told apart; use "
+                "qk_clip or lalr, which leave the call as it is"
+            )
         self._check_scale(1 / math.sqrt(q.shape[-1]) if scale is None else float(scale))
-        shape, layout = q.shape[:-1], None
-        if apart := unpacked(arguments, self.geometry.n_heads):
+        shape = q.shape[:-1]
+        if apart:
             q, mask = apart["query"], apart["attn_mask"]
-        elif q.ndim != 4:
-            lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))
-            shape = torch.Size((*lead, q.shape[-2]))
-            layout = self._layout(torch.Size((*shape, k.shape[-2])), -1)
-            q, k, v = (layout.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k, v))
-            if mask is not None:
-                mask = layout.apply(mask.expand(*shape, k.shape[-2]))
         call = self._call(
             (q, k, v), mask, causal=causal, dropout=arguments["dropout_p"]
         )
         out = run(call)
-        if layout is not None:
-            return layout.undo(out, (*shape, out.shape[-1]))
         return out.reshape(*shape, out.shape[-1]) if apart else out
 
     def _check_scale(self, scale: float) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.errors import RefusedError
-from qkeel.patching.autograd import mark_as_norm
 from qkeel.patching.module_forward import InstanceForward
 from qkeel.remedies.base import (
     Args,
@@ -66,8 +65,6 @@ class HeadNorm(nn.Module):
         # [n h 1 d]: each token is a sequence of one, whatever dimensions come before.
         rows = x.reshape(-1, *x.shape[-2:])[:, :, None]
         y = self.norm.apply(self.part, rows, params).reshape(x.shape)
-        if self.norm.kind == "other":
-            mark_as_norm(y)
         if self.logit_scale is not None:
             y = y * (self.factor * self.logit_scale).to(y.dtype)
         elif self.factor != 1.0:

@@ -12,8 +12,10 @@ from typing import ClassVar, Literal, cast, final
 import torch
 from torch import nn
 
-from qkeel.capture.intercept import CapturedCall
+from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.capture.known_sites import KnownSites
 from qkeel.errors import RefusedError, check_known
+from qkeel.functional.norms import widest
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.module_forward import put_in_place
@@ -37,9 +39,8 @@ from qkeel.remedies.spec_remedy import (
     refuse_scale,
     refuse_unseen,
 )
-from qkeel.sites.site import AttentionSite, HeadSlice, is_normed
-from qkeel.sites.site_search import call_observer, run_once, seen
-from qkeel.sites.trace import OperandNorms
+from qkeel.sites.site import AttentionSite, HeadSlice
+from qkeel.sites.site_search import run_once
 from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import GainKind, GainNorm, NormedPart, On, Over
@@ -123,7 +124,7 @@ class ChangeNorm(ChangeSpec):
                 site.unscaled, "use softcap, which bounds the input of the softmax"
             )
         if refusal is None and norm.kind == "l2":
-            return refuse_scale(self.name, base_spec(site).scale)
+            return refuse_scale(base_spec(site).scale)
         return refusal
 
     def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
@@ -135,6 +136,11 @@ class ChangeNorm(ChangeSpec):
     def change_others(
         self, target: Target, sites: list[AttentionSite]
     ) -> Iterator[Handle]:
+        if sites and self.norm().kind not in KINDS:
+            # The check after it is placed compares the length of vectors, which other norms may give any.
+            raise RefusedError(
+                f"{self.name}: {self.norm()} can be put into qkeel's own attention only; use kind=rms, layer or l2"
+            )
         # All processes refuse together, or none does.
         plans = agreed(functools.partial(self._plans, target, sites))
         if plans:
@@ -147,13 +153,10 @@ class ChangeNorm(ChangeSpec):
     ) -> dict[str, SourcesBySide]:
         """Returns the modules that produce the heads of each site, without the sites whose call is to be replaced."""
         plans = {}
-        values = target.seen().value_slices() if sites and "v" in self.sides else {}
         for site in sites:
             try:
                 self._refuse_shared(target, site)
-                plans[site.name] = self._sources(
-                    target, site, values.get(site.name, "")
-                )
+                plans[site.name] = self._sources(target, site)
             except RefusedError as error:
                 unseen = refuse_unseen(site)
                 # Between projection and product torch's module does nothing, so there any norm may stand in the call.
@@ -181,22 +184,19 @@ class ChangeNorm(ChangeSpec):
                             f"{s.parameter} makes the {SIDES[side]} and the {SIDES[other_side]} at once"
                         )
 
-    def _sources(
-        self, target: Target, site: AttentionSite, values: tuple[HeadSlice, ...] | str
-    ) -> SourcesBySide:
-        """Returns the module that produces each side. values: the last weights on the path to the values, or why they are
-        unknown."""
+    def _sources(self, target: Target, site: AttentionSite) -> SourcesBySide:
+        """Returns the module that produces each side."""
         plan: SourcesBySide = {}
         for side in self.sides:
             ways = [
                 (term.query if side == "q" else term.key)[-1] for term in site.terms
             ]
             if side == "v":
-                if isinstance(values, str):
+                if not site.value_weights:
                     raise RefusedError(
-                        f"it is not known which weights produce the values ({values}); use qk_norm"
+                        "it is not known which weights produce the values; use qk_norm"
                     )
-                ways = list(values)
+                ways = list(site.value_weights)
             plan[side] = heads_of(target.model, site, side, ways)
         return plan
 
@@ -273,63 +273,62 @@ class ChangeNorm(ChangeSpec):
     ) -> None:
         """Checks in one pass that every norm runs, and that the vectors in the scores have the length it gives them.
 
-        The search is made again only for what does not show in the vectors themselves: norms by a user, whose output may
-        have any length.
-
         Raises:
-            RefusedError: a norm did not run, or its output does not affect the scores of its site, or an operation
-                between the norm and the scores changes the length.
+            RefusedError: a norm did not run, or the call of its site was not observed, or an operation between the norm
+                and the scores changes the length.
         """
-        operands: dict[str, list[tuple[OperandNorms, OperandNorms]]] = {}
+        over = self.norm().over
+        # What is wrong with the vectors of each observed site.
+        faults: dict[str, str] = {}
 
         def note(captured: CapturedCall) -> None:
             q, k = captured.call.q, captured.call.k
-            if q is not None and k is not None:
-                pair = OperandNorms.of(q), OperandNorms.of(k)
-                operands.setdefault(captured.name, []).append(pair)
+            if q is None or k is None:
+                return
+            fault = faults.get(captured.name, "")
+            for side, x in (("q", q), ("k", k)):
+                if side in self.sides:
+                    fault = fault or _fault_of(side, x, over)
+            faults[captured.name] = fault
 
         for projection in placed:
             projection.seen = []
         try:
-            observer = call_observer(target.model, sites, note, target.trace)
+            known = KnownSites.of(sites)
+            observer = CaptureMode(target.model, note, known=known)
             run_once(target.model, *target.batch, observer)
         finally:
             sizes = [{*(projection.seen or [0])} for projection in placed]
             for projection in placed:
                 projection.seen = None
-        norm = self.norm()
-        is_known = norm.kind in KINDS
-        idle: list[str] = []
-        if not is_known or any(site.name not in operands for site in sites):
-            trace = seen(target.model, *target.batch)
-            after = {site.name: site for site in trace.sites}
-            # A norm whose output nothing reads would leave the logits as they are.
-            idle = [
-                site.name
-                for site in sites
-                if site.name not in after or not is_normed(after[site.name])
-            ]
-            operands = {}
-            if is_known:
-                operands = {site.name: trace.operands(site.name) for site in sites}
-        if idle or sizes != [{projection.size} for projection in placed]:
+        if sizes != [{projection.size} for projection in placed]:
             raise RefusedError(
-                f"{self.name}: a norm on the output of the projections of {idle or [s.name for s in sites]} does not "
-                "affect the attention scores, because something other than the module that holds the weights uses them"
+                f"{self.name}: a norm on the output of a projection does not affect the attention scores, because "
+                "something other than the module that holds the weights uses them"
             )
         for site in sites:
-            for q, k in operands.get(site.name, []):
-                for side, operand in (("q", q), ("k", k)):
-                    # eps shortens small vectors.
-                    if side in self.sides and not operand.normed(norm.over, _SHORTER):
-                        least, most = operand.extremes()
-                        raise RefusedError(
-                            f"{self.name} at {where(site)}: after the norm of the projection, vectors of {side} reach "
-                            f"the scores with a mean square of {least:.3g} to {most:.3g}. An operation on {side} in "
-                            "between (a sum of several outputs, an activation, a gate, pooling) changes their length, "
-                            "or the scores are made from another output than the one that is normed, so the norm "
-                            "does not bound the logits; use softcap, or qk_clip or lalr, which need no norm"
-                        )
+            if fault := faults.get(site.name, "its attention was not seen"):
+                raise RefusedError(
+                    f"{self.name} at {where(site)}: after the norm of the projection, {fault}. An operation in between "
+                    "(a sum of several outputs, an activation, a gate, pooling) changes their length, or the scores are "
+                    "made from another output than the one that is normed, so the norm does not bound the logits; use "
+                    "softcap, or qk_clip or lalr, which need no norm"
+                )
+
+
+def _fault_of(side: NormedPart, x: torch.Tensor, over: Over) -> str:
+    """Says that the vectors of q or k [b h t d] differ in length, within a head or (over="layer") over all heads of a
+    token; "" if they do not."""
+    squares = x.detach().to(widest(x.device)).square().mean(-1)
+    if over != "head":
+        squares = squares.mean(1, keepdim=True)
+    most = squares.amax((0, 2), keepdim=True)
+    # Vectors that are zero, as of padding, have no length to keep; eps shortens small ones.
+    is_short = (squares > 0) & (squares < (1 - _SHORTER) ** 2 * most)
+    if not is_short.any():
+        return ""
+    least = float(squares[squares > 0].min())
+    return f"vectors of {side} reach the scores with a mean square of {least:.3g} to {float(most.max()):.3g}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.example import ModuleCall, undisturbed
+from qkeel.capture.example import copied, undisturbed
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.forward import extra_pass
 from qkeel.patching.module_forward import InstanceForward, put_in_place
 from qkeel.remedies.added_parameters import add_submodules
 from qkeel.remedies.base import Args, Kwargs, Remedy, Target, compose_all, where
-from qkeel.sites.search_passes import forward
-from qkeel.sites.site import AttentionSite, HeadSlice
-from qkeel.sites.site_search import traced
+from qkeel.sites.site import AttentionSite
+from qkeel.sites.site_search import run_once
+
+# The output projection of an attention layer, the number of its input features, and the width of the layer's input.
+OutputProjection = tuple[nn.Module, int, int]
+_NO_PROJECTION = (
+    "no module inside it multiplies the output of attention by a weight, token by token; the gate belongs before such an "
+    "output projection"
+)
 
 
 @final
@@ -42,7 +47,6 @@ class OutputGate(Remedy):
     init: Literal["keep", "random"] = "keep"
 
     name = "output_gate"
-    reads_graph = True
     line = "gates the output of attention by a sigmoid of the layer's input, so that a head may contribute nothing"
     source = "Qiu et al. 2025, arXiv 2505.06708"
     rule = (
@@ -66,57 +70,53 @@ class OutputGate(Remedy):
         return compose_all(self._handles(target))
 
     def _handles(self, target: Target) -> Iterator[Handle]:
-        # Every process begins with the same gates, whatever its own generator has drawn.
-        rng = torch.Generator().manual_seed(0)
-        done: set[int] = set()
+        modules = [id(site.module) for site in target.sites]
         for site in target.sites:
-            if id(site.module) in done:
+            if modules.count(id(site.module)) > 1:
                 raise RefusedError(
                     f"output_gate at {site.name}: its module computes attention more than once"
                 )
-            done.add(id(site.module))
-            yield self._gate(target, site, rng)
+        foreign = [s for s in target.sites if not isinstance(s.module, SpecModule)]
+        projections = output_projections(target, foreign, per_head=self.per == "head")
+        # Every process begins with the same gates, whatever its own generator has drawn.
+        rng = torch.Generator().manual_seed(0)
+        for site in target.sites:
+            if isinstance(site.module, SpecModule):
+                own = site.module.get_submodule("o_proj")
+                assert isinstance(own, nn.Linear)
+                sizes = own, own.in_features, own.out_features
+            else:
+                sizes = projections[site.name]
+            yield self._gate(target, site, sizes, rng)
 
     def _gate(
-        self, target: Target, site: AttentionSite, rng: torch.Generator
+        self,
+        target: Target,
+        site: AttentionSite,
+        sizes: OutputProjection,
+        rng: torch.Generator,
     ) -> Handle:
-        module = site.module
-        out = (
-            _own(module)
-            if isinstance(module, SpecModule)
-            else output_of(target, site, per_head=self.per == "head")
-        )
+        projection, features, width = sizes
         near = (
             target.parameter(site.query[0].parameter)
             if site.terms
-            else next(out.module.parameters())
+            else next(projection.parameters())
         )
-        rows = site.n_heads if self.per == "head" else out.features
-        weight = torch.zeros(rows, out.width)
+        weight = torch.zeros(site.n_heads if self.per == "head" else features, width)
         if self.init == "random":
-            weight.uniform_(-(out.width**-0.5), out.width**-0.5, generator=rng)
+            weight.uniform_(-(width**-0.5), width**-0.5, generator=rng)
         gate = Gate(
             nn.Parameter(weight.to(near)), factor=2.0 if self.init == "keep" else 1.0
         )
         added = add_submodules(target, site, {"output_gate": gate}, near, matrices=True)
-        source = GateInput(module)
+        source = GateInput(site.module)
         return compose(
             [
                 added,
                 put_in_place(source),
-                put_in_place(GatedProjection(out.module, source, gate)),
+                put_in_place(GatedProjection(projection, source, gate)),
             ]
         )
-
-
-def _own(module: SpecModule) -> Output:
-    projection = module.get_submodule("o_proj")
-    assert isinstance(projection, nn.Linear)
-    return Output(
-        module=projection,
-        features=projection.in_features,
-        width=projection.out_features,
-    )
 
 
 @final
@@ -178,126 +178,117 @@ class GatedProjection(InstanceForward):
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Output:
-    """The output projection of an attention layer: the module, the number of its input features, and the width of the
-    layer's input."""
-
-    module: nn.Module
-    features: int
-    width: int
-
-
 def first_tensor(args: Args, kwargs: Mapping[str, object]) -> Tensor | None:
     """Returns the first floating-point tensor among a call's arguments, which is assumed to be the hidden states."""
-    tensors = (
-        x
-        for x in (*args, *kwargs.values())
-        if isinstance(x, Tensor) and x.is_floating_point()
-    )
-    return next(tensors, None)
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, Tensor) and x.is_floating_point():
+            return x
+    return None
 
 
-def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
-    """Finds the first module after the attention call that multiplies the output of attention by a weight.
-
-    This is tested by negating one head's query weights on the example. That head's features in the module's input must
-    change. With `per_head`, no other head's features may change, and the features of the head must be adjacent.
+def output_projections(
+    target: Target, sites: Sequence[AttentionSite], *, per_head: bool
+) -> dict[str, OutputProjection]:
+    """Finds in each site's module the first module after the attention call that multiplies the output of attention by a
+    weight, from a pass on the example.
 
     Raises:
-        RefusedError: there is no such module.
+        RefusedError: there is no such module at a site.
     """
-    site_name = where(site)
-    if not site.terms:
-        raise RefusedError(
-            f"output_gate at {site_name}: it is not known which weights produce its heads ({site.why})"
-        )
+    projections: dict[str, OutputProjection | str] = {}
+    is_trying = False
+
+    def try_site(
+        site: AttentionSite, module: nn.Module, args: Args, kwargs: Kwargs
+    ) -> None:
+        nonlocal is_trying
+        if is_trying:
+            return
+        if site.name in projections:
+            projections[site.name] = "its module runs more than once in a pass"
+            return
+        is_trying = True
+        try:
+            projections[site.name] = _projection_of(
+                target, site, args, kwargs, per_head=per_head
+            )
+        finally:
+            is_trying = False
+
+    with ExitStack() as undo:
+        for site in sites:
+            if not site.terms:
+                raise RefusedError(
+                    f"output_gate at {where(site)}: it is not known which weights produce its heads ({site.why})"
+                )
+            hook = site.module.register_forward_pre_hook(
+                functools.partial(try_site, site), with_kwargs=True
+            )
+            undo.callback(hook.remove)
+        if sites:
+            run_once(target.model, *target.batch)
+    of_sites: dict[str, OutputProjection] = {}
+    for site in sites:
+        projection = projections.get(site.name, _NO_PROJECTION)
+        if isinstance(projection, str):
+            raise RefusedError(f"output_gate at {where(site)}: {projection}")
+        of_sites[site.name] = projection
+    return of_sites
+
+
+def _projection_of(
+    target: Target, site: AttentionSite, args: Args, kwargs: Kwargs, *, per_head: bool
+) -> OutputProjection | str:
+    """Calls a site's module twice as it was called, the second time with the query weights of its last head negated, which
+    no norm of the queries can undo. Returns the first module inside of which the input differs, or why there is none.
+
+    With `per_head`, no other head's features may differ, and those of the head must be adjacent."""
     query, head = site.terms[0].query[-1], site.n_heads - 1
-    trace = target.trace or traced(target.model, *target.batch, expected=True)
-    frame, x = trace.module_call(site), None
-    if trace.called.get(id(site.module)) == 1:
-        x = next((x for x in frame.inputs if x.is_floating_point()), None)
-    weight = frame.line()[-1].module.get_parameter(query.parameter).detach()
-    before, after = (
-        _inputs_of_matrices(frame, site, query.parameter, values)
-        for values in (weight, _turned(weight, query, head))
-    )
-    module = a = b = None
-    # Modules in the order of their calls, so the first that differs is the projection.
-    for path, received in before.items():
-        if path in after and not torch.equal(received, after[path]):
-            module, a, b = site.module.get_submodule(path), received, after[path]
-            break
-    if (
-        module is None
-        or a is None
-        or b is None
-        or x is None
-        or a.shape[:-1] != x.shape[:-1]
-    ):
-        raise RefusedError(
-            f"output_gate at {site_name}: no module inside it multiplies the output of attention by a weight, token by "
-            "token; the gate belongs before such an output projection"
-        )
-    # Features of the head whose queries were negated.
-    changed = (a != b).flatten(0, -2).any(0)
-    size = a.shape[-1] // site.n_heads
-    if per_head and (not changed[head * size :].any() or changed[: head * size].any()):
-        raise RefusedError(
-            f"output_gate at {site_name}: the features of a head are not adjacent before the output projection, "
-            "so there is no gate per head; use per=feature"
-        )
-    return Output(module=module, features=a.shape[-1], width=x.shape[-1])
-
-
-@torch.no_grad()
-def _turned(weight: Tensor, query: HeadSlice, head: int) -> Tensor:
-    """Returns the query weights with those of one head negated, which no norm of the queries can undo."""
+    weight = target.parameter(query.parameter)
     signs = torch.ones(query.n, device=weight.device, dtype=weight.dtype)
     signs[head % query.n] = -1
-    return weight * query.expand(signs, weight)
+    before = _inputs_of_matrices(site.module, args, kwargs, lambda: None)
+    after = _inputs_of_matrices(
+        site.module, args, kwargs, lambda: weight.mul_(query.expand(signs, weight))
+    )
+    x = first_tensor(args, kwargs)
+    # Modules in the order of their calls, so the first that differs is the projection.
+    for module, a in before.items():
+        b = after.get(module)
+        if b is None or torch.equal(a, b):
+            continue
+        if x is None or a.shape[:-1] != x.shape[:-1]:
+            return _NO_PROJECTION
+        # Features of the head whose queries were negated.
+        changed = (a != b).flatten(0, -2).any(0)
+        first = head * (a.shape[-1] // site.n_heads)
+        if per_head and (not changed[first:].any() or changed[:first].any()):
+            return (
+                "the features of a head are not adjacent before the output projection, so there is no gate per head; "
+                "use per=feature"
+            )
+        return module, a.shape[-1], x.shape[-1]
+    return _NO_PROJECTION
 
 
 def _inputs_of_matrices(
-    frame: ModuleCall, site: AttentionSite, parameter: str, values: Tensor
-) -> dict[str, Tensor]:
-    """Calls a copy of the attention module again, as it was called, with other values of a parameter.
+    attention: nn.Module, args: Args, kwargs: Kwargs, change: Callable[[], object]
+) -> dict[nn.Module, Tensor]:
+    """Calls a module after a change of its weights, which is taken back, and returns the first inputs of the modules in it
+    that have a matrix, in the order of their calls."""
+    inputs: dict[nn.Module, Tensor] = {}
 
-    frame: the call of the copy that makes the attention call.
-
-    Returns: the first inputs of the modules inside the attention module that have a matrix, by path, in the order of
-        their calls.
-    """
-    copied = frame.line()[-1].module
-    weight = copied.get_parameter(parameter)
-    runner, arguments = next(
-        (x.module, x.given)
-        for x in frame.line()
-        if x.given is not None and any(p is weight for p in x.module.parameters())
-    )
-    inputs: dict[str, Tensor] = {}
-
-    def keep(path: str, _: nn.Module, args: Args) -> None:
-        if args and isinstance(args[0], Tensor):
-            inputs.setdefault(path, args[0].detach().clone())
+    def keep(module: nn.Module, given: Args) -> None:
+        if given and isinstance(given[0], Tensor):
+            inputs.setdefault(module, given[0].detach().clone())
 
     with ExitStack() as undo:
-        undo.enter_context(extra_pass(runner))
-        # Gives the weight its values back, too.
-        undo.enter_context(undisturbed(runner))
-        undo.enter_context(arguments.as_given())
-        for path, module in copied.get_submodule(
-            site.name.partition("#")[0]
-        ).named_modules():
-            if _has_matrix(module):
-                hook = functools.partial(keep, path)
-                undo.callback(module.register_forward_pre_hook(hook).remove)
-        weight.data = values
-        args, kwargs = arguments.copied(torch.clone)
-        forward(runner, nullcontext(), args, kwargs, graph=False, together=False)
+        # Gives the weights their values back, too.
+        undo.enter_context(undisturbed(attention))
+        for module in attention.modules():
+            is_leaf = not any(module.children())
+            if is_leaf and any(p.ndim == 2 for p in module.parameters()):
+                undo.callback(module.register_forward_pre_hook(keep).remove)
+        change()
+        attention(*copied(args), **copied(kwargs))
     return inputs
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    """True for a leaf module with a two-dimensional weight."""
-    return not any(module.children()) and any(p.ndim == 2 for p in module.parameters())
