@@ -11,13 +11,11 @@ import qkeel
 from qkeel.cli.audit import export
 from qkeel.errors import (
     MissingLibraryError,
-    QkeelWarning,
     RunDirectoryError,
     UnknownNameError,
 )
 from qkeel.frames.tables import draw_heads, draw_lines
-from qkeel.integrations.trackers import CSVSink
-from qkeel.monitor import History, RunDirectorySink, Sample
+from qkeel.monitor import History, RunDirectorySink
 
 
 @pytest.fixture
@@ -91,17 +89,6 @@ def test_what_is_exported_is_what_is_loaded(run, tmp_path, capsys):
     assert export(run, to="parquet", out=tmp_path / "out2") == 0
     table = parquet.read_table(tmp_path / "out2" / "heads.parquet").to_pydict()
     assert table == {name: values.tolist() for name, values in heads.columns.items()}
-
-
-def test_a_column_that_comes_late_is_left_out_with_one_warning(tmp_path):
-    csv_files = CSVSink(tmp_path / "a")
-    csv_files.open({})
-    csv_files.write(Sample(step=0, values={"x": 1.0}))
-    late = r"steps\.csv has no column for y: it was first measured after the first row"
-    with pytest.warns(QkeelWarning, match=late):
-        csv_files.write(Sample(step=1, values={"y": 1.0}))
-    csv_files.write(Sample(step=2, values={"y": 1.0}))  # a second warning is an error
-    assert (tmp_path / "a/steps.csv").read_text() == "step,x\n0,1.0\n1,\n2,\n"
 
 
 def test_the_error_of_a_missing_library_names_it(run, tmp_path, monkeypatch):

@@ -1,11 +1,10 @@
-"""Records as tables: a small frame of arrays with conversions to pandas, CSV, Parquet, HTML and matplotlib."""
+"""Records as tables: a small frame of arrays with conversions to pandas, CSV, Parquet and matplotlib."""
 
 from __future__ import annotations
 
 import csv
-import html
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -13,33 +12,6 @@ import numpy as np
 
 from qkeel.errors import needed
 from qkeel.options import lookup
-
-# HTML for pages and notebooks.
-
-
-class Markup(str):
-    """Text that is already HTML."""
-
-    __slots__ = ()
-
-
-def markup(template: str, *values: object, **named: object) -> Markup:
-    """Fills the fields of an HTML template. Everything that is not Markup is escaped, so no caller can forget it; the
-    items of an iterable are escaped one by one and follow one another.
-
-    >>> markup('<p class="note">{}{}</p>', "a < b", [Markup("<br>"), "&"])
-    '<p class="note">a &lt; b<br>&amp;</p>'
-    """
-    filled = {name: _escaped(value) for name, value in named.items()}
-    return Markup(template.format(*map(_escaped, values), **filled))
-
-
-def _escaped(value: object) -> str:
-    if isinstance(value, str):
-        return value if isinstance(value, Markup) else html.escape(value)
-    assert isinstance(value, Iterable)
-    return "".join(map(_escaped, value))
-
 
 # Tables of named columns, and the tables of a run: one row per step, or per step, layer and head.
 

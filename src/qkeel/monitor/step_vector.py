@@ -73,26 +73,6 @@ def _statistics_columns(
     return (*columns(MERGES, ""), *of_classes)
 
 
-@functools.lru_cache(maxsize=1024)
-def _number_columns(
-    sites: tuple[str, ...],
-    name: str,
-    shape: tuple[int, ...],
-    rule: MergeRule,
-    is_weighted: bool,
-    by_head: bool,
-    of: str,
-) -> tuple[Column, ...]:
-    """Returns the column of a number, and that of its weight if it has one. Each step gets the same objects, which are
-    compared at once."""
-    axis: Axis = "query" if by_head else ""
-    if not is_weighted:
-        return (Column(sites, name, shape, rule, axis=axis),)
-    by_weights, weight = of == "weights", name + WEIGHT
-    column = Column(sites, name, shape, rule, weight, axis, by_weights)
-    return column, column._replace(name=weight, rule="sum", weight="", blank=0.0)
-
-
 def flatten(stats: StatsBySite, numbers: Numbers) -> tuple[StepTable, list[Tensor]]:
     """Returns the table of the vector of a step, and its tensors in the same order.
 
@@ -113,20 +93,27 @@ def flatten(stats: StatsBySite, numbers: Numbers) -> tuple[StepTable, list[Tenso
         if not isinstance(number, Number):
             number = Number(number)
         value, weight, how, of, own = number
-        sites, shape = (
-            ((key,), value.shape) if isinstance(key, str) else (key, value.shape[1:])
-        )
-        rule: MergeRule = "mean" if how == "total" else how
-        rule = "max" if weight is None else rule
+        if isinstance(key, str):
+            sites, shape = (key,), tuple(value.shape)
+        else:
+            sites, shape = key, tuple(value.shape[1:])
         by_head = own and shape[:1] == (n_heads.get(sites[0]),)
-        columns = _number_columns(
-            sites, name, tuple(shape), rule, weight is not None, by_head, of
+        column = Column(
+            sites,
+            name,
+            shape,
+            "max",
+            axis="query" if by_head else "",
+            by_weights=of == "weights",
         )
-        values = [value]
         if weight is not None:
             is_count = not isinstance(weight, Tensor)
-            values.append(torch.full_like(value, weight) if is_count else weight)
-        pairs += zip(columns, values, strict=True)
+            weights = torch.full_like(value, weight) if is_count else weight
+            of_weight = column._replace(name=name + WEIGHT, rule="sum", blank=0.0)
+            pairs.append((of_weight, weights))
+            rule: MergeRule = "mean" if how == "total" else how
+            column = column._replace(rule=rule, weight=of_weight.name)
+        pairs.append((column, value))
     # Neighbours of one dtype are converted by one kernel.
     by_dtype: dict[torch.dtype, list[tuple[Column, Tensor]]] = {}
     for pair in pairs:
