@@ -152,6 +152,7 @@ def test_canonical_spelling_and_notes():
         ("qk_lr:factor=inf", {}, InvalidValueError),
         *(("lalr", {"tau": x}, InvalidValueError) for x in (0, -0.1, math.nan)),
         ("spectral_cap:cap=0", {}, InvalidValueError),
+        ("cosine:length=2.5", {}, InvalidTypeError),
         ("dropout:rate=1", {}, InvalidValueError),
         ("qk_clip:frozen=scales", {}, UnknownNameError),
         ("qk_norm:gain=dims", {}, UnknownNameError),

@@ -11,8 +11,8 @@ import warnings
 import pytest
 import torch
 from tests.attention import Attention as Foreign
-from tests.attention import from_heads
-from tests.training import sgd
+from tests.attention import from_heads, values
+from tests.training import sgd, step
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -230,8 +230,7 @@ def test_a_clip_scales_each_head_to_the_threshold_and_changes_nothing_else(
             or drawn.sharing != "nothing"
         )
         return
-    drawn.model(drawn.x).square().mean().backward()
-    optimizer.step()
+    step(drawn.model, optimizer, drawn.x)
     if drawn.sharing == "one layer three times":  # one head that runs three times
         tops = tops.amax(0, keepdim=True).expand_as(tops)
     if drawn.sharing == "both":
@@ -255,10 +254,9 @@ def test_a_cap_bounds_the_weights_in_use(seed):
             "values of another",
         )
         return
-    values = [v for _, v in drawn.observed()]
-    drawn.model(drawn.x).square().mean().backward()
-    optimizer.step()
-    for layer, old, (_, new) in zip(drawn.model, values, drawn.observed(), strict=True):
+    made = [v for _, v in drawn.observed()]
+    step(drawn.model, optimizer, drawn.x)
+    for layer, old, (_, new) in zip(drawn.model, made, drawn.observed(), strict=True):
         assert torch.equal(old, new)
         for module in (layer.q, layer.k):
             heads = module.weight.detach().unflatten(0, (-1, layer.size))
@@ -268,29 +266,21 @@ def test_a_cap_bounds_the_weights_in_use(seed):
 @pytest.mark.parametrize("shown", ["batch", "sites", "watched", "own"])
 def test_keys_that_are_their_own_values_are_left_alone_however_sites_are_known(shown):
     torch.manual_seed(0)
-    x = 9 * torch.randn(2, 5, 8)
+    x, key = 9 * torch.randn(2, 5, 8), nn.Linear(8, 8)
+    model = nn.Sequential(Layer(nn.Linear(8, 8), key, key, heads=2, size=4))
     if shown == "own":
         model = nn.Sequential(Attention(8, 2))
         model[0].v_proj.weight = model[0].k_proj.weight
-    else:
-        query, key = nn.Linear(8, 8), nn.Linear(8, 8)
-        model = nn.Sequential(Layer(query, key, key, heads=2, size=4))
     optimizer = sgd(model, 0.0)
-    more = {"batch": x} if shown == "batch" else {}
-    if shown == "sites":
-        more = {"sites": qkeel.find_sites(model, x)}
+    options = {"batch": lambda: x, "sites": lambda: qkeel.find_sites(model, x)}
+    given = {shown: options[shown]()} if shown in options else {}
     with qkeel.watch(model, optimizer if shown == "watched" else None):
         if shown == "watched":
-            model(x).sum().backward()
-            optimizer.step()
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        qkeel.apply(model, "qk_clip:threshold=0.1", optimizer, **more)
-        model(x).sum().backward()
-        optimizer.step()
-    moved = {
-        name for name, p in model.named_parameters() if not torch.equal(p, before[name])
-    }
-    assert moved
+            step(model, optimizer, x)
+        before = values(model)
+        qkeel.apply(model, "qk_clip:threshold=0.1", optimizer, **given)
+        step(model, optimizer, x)
+    moved = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
     assert {name[2] for name in moved} == {"q"}
 
 
@@ -313,6 +303,5 @@ def test_layers_of_the_same_weights_are_clipped_together_or_not_at_all(
         return
     before = q.weight.detach().clone()
     qkeel.apply(model, remedy, optimizer, batch=x)
-    model(x).sum().backward()
-    optimizer.step()
+    step(model, optimizer, x)
     assert not torch.equal(before, q.weight)
