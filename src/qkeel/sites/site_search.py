@@ -1,4 +1,4 @@
-"""Finds the sites of a model in one pass, which is the program's own or one that `traced` makes.
+"""Finds the sites of a model in one pass, which is the program's own or one that `sites_in_pass` makes.
 
 When a module is about to make its first attention call, a copy of the smallest module around the call that holds the
 projections runs, with a part of what that module was called with, and is read and verified (see `trace`). Nothing else
