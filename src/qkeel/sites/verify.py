@@ -451,7 +451,7 @@ class Experiment:
             is_bent = (error > 1e-2 * size) & (error > 64 * self._rounding)
             if bool((is_bent | (size <= self._rounding)).any()):
                 return (
-                    f"multiplied by numbers of 0 to 16, the {words} rows did not change its logits in proportion: these "
+                    f"multiplied by 0 and by up to 16, the {words} rows did not change its logits in proportion: these "
                     "are not a plain product of queries and keys"
                 )
         return ""
