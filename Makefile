@@ -9,7 +9,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Tests start a hundred processes that import qkeel: compiled modules are kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test check slow docs bench gpu wheel clean
+.PHONY: setup demo test check slow docs bench gpu clean
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -54,9 +54,6 @@ docs: $(VENV)/.dev  ## the site, without a warning or a dead link
 	rm -rf docs/_build docs/reference/generated
 	$(BIN)/sphinx-build -E -W --keep-going -q docs docs/_build/html
 	$(BIN)/python docs/check_site.py docs/_build/html
-
-wheel: $(VENV)/.dev  ## one wheel with compiled kernels for AVX2 and AVX512, chosen at run time
-	QKEEL_WHEEL_KERNELS=1 $(BIN)/python -m build --wheel --no-isolation
 
 bench: $(VENV)/.dev  ## ratios to peers, side by side in one run
 	$(PIP) -e '.[bench]'

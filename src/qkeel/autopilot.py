@@ -170,21 +170,12 @@ class Decision:
 
     @classmethod
     def of(cls, row: Row) -> Self:
-        """The decision of which `row` is the line.
-
-        Raises:
-            InvalidValueError: the row is none that `row()` returned.
-        """
-        try:
-            fields = {field.name: row[field.name] for field in dataclasses.fields(cls)}
-            fields |= {"action": Action(row["action"]), "heads": tuple(row["heads"])}
-            if row["forecast"] is not None:
-                fields["forecast"] = Forecast(**row["forecast"])
-            return cls(**fields)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidValueError(
-                f"expected a decision as an autopilot records it, got {dict(row)!r}"
-            ) from error
+        """The decision of which `row` is the line."""
+        fields = {field.name: row[field.name] for field in dataclasses.fields(cls)}
+        fields |= {"action": Action(row["action"]), "heads": tuple(row["heads"])}
+        if row["forecast"] is not None:
+            fields["forecast"] = Forecast(**row["forecast"])
+        return cls(**fields)
 
 
 # The active actions by (action, site): the remedy and its heads (empty for all heads).

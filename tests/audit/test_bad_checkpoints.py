@@ -88,9 +88,17 @@ def test_head_counts_below_one_are_refused(tmp_path):
         scan(tmp_path, flags=Geometry(n_heads=0))
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"num_attention_heads": "four"}'])
+SCALES = [f'{{"query_pre_attn_scalar": {x}}}' for x in ('"many"', "true", "-1")]
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", '{"num_attention_heads": "four"}', *SCALES]
+)
 def test_a_config_that_cannot_be_read_is_told(text, tmp_path):
     save("llama", tmp_path)
+    if "scalar" in text:
+        config = json.loads((tmp_path / "config.json").read_text())
+        text = json.dumps(config | json.loads(text))
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(DataError, match=r"config\.json"):
         scan(tmp_path)

@@ -365,7 +365,7 @@ def test_a_norm_of_the_config_that_is_not_applied_is_a_difference(config):
         ({"query_pre_attn_scalar": 16}, ["means logits 0.25", "scale is 0.125"]),
         ({"num_attention_heads": 8}, ["num_attention_heads is 8", "observed: 4"]),
         ({"head_dim": 8}, ["head_dim is 8", "observed: 16"]),
-        ({"rope_parameters": {"rope_theta": 5e5}}, ["500,000", "10,000"]),
+        ({"rope_parameters": {"rope_theta": 5e5}}, ["rope_theta is 500,000", "10,000"]),
         ({"qk_norm": False}, []),
     ],
 )

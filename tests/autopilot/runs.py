@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 import torch
-from tests.attention import from_heads, to_heads
+from tests.attention import Attention, fused_causal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,39 +20,29 @@ STEPS, RATE = 24, 0.5
 EAGER = "ladder:threshold=20,calm=4"  # acts early
 
 
-class Foreign(nn.Module):
+class Foreign(Attention):
     """Attention by torch's function, in a model that is not qkeel's: sites must be seen.
 
-    kind: "", or what is different: "fused", "grouped", "tied", "normed" or "frozen" queries and keys.
+    kind: "", or what is different: "tied", "normed" or "frozen" queries and keys.
     """
 
     def __init__(self, kind=""):
-        super().__init__()
-        self.kind = kind
+        super().__init__(fused_causal, 32, 4)
         self.embed = nn.Embedding(32, 32)
-        widths = {"fused": (96, 0, 0), "grouped": (32, 16, 16)}.get(kind, (32, 32, 32))
-        self.q, self.k, self.v = (nn.Linear(32, n) if n else None for n in widths)
         self.out, self.drop = nn.Linear(32, 32), nn.Dropout(0.1)
+        norms = (nn.RMSNorm(8) if kind == "normed" else nn.Identity() for _ in "qk")
+        self.norms = nn.ModuleList(norms)
         if kind == "tied":
             self.k = self.q
-        elif kind == "normed":
-            self.norms = nn.ModuleList([nn.RMSNorm(8), nn.RMSNorm(8)])
-        elif kind == "frozen":
-            self.q.requires_grad_(False)
+        self.q.requires_grad_(kind != "frozen")
+
+    def heads(self, x):
+        q, k, v = super().heads(x)
+        return self.norms[0](q), self.norms[1](k), v
 
     def forward(self, tokens):
         x = self.embed(tokens)
-        projections = [p(x) for p in (self.q, self.k, self.v) if p is not None]
-        if self.kind == "fused":
-            projections = projections[0].chunk(3, -1)
-        q, k, v = (to_heads(y, -1, 8) for y in projections)
-        if self.kind == "normed":
-            q, k = self.norms[0](q), self.norms[1](k)
-        is_grouped = self.kind == "grouped"
-        attended = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=is_grouped
-        )
-        attended = self.drop(from_heads(attended))
+        attended = self.drop(super().forward(x))
         return self.out(x + attended) @ self.embed.weight.mT
 
 

@@ -59,7 +59,8 @@ def test_factors_on_steps_outlast_a_change_of_heads():
     before, after = factors
     assert (before[[0, 2]] < 1).all()
     assert (before[[1, 3]] == 1).all()
-    assert (after[[0, 1, 2]] < before[[0, 1, 2]]).all()
+    assert (after <= before).all()
+    assert after[1] < 1
     assert after[3] == 1
 
 

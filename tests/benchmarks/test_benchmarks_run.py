@@ -2,11 +2,9 @@
 
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 
-import benchmarks
 import pytest
 from tests.quick import quick
 
@@ -58,18 +56,3 @@ def test_a_benchmark_runs_at_toy_size(
         assert json.loads(path.read_text())["about"]["torch"], (
             "results say with what they were measured"
         )
-
-
-def test_a_benchmark_restarts_itself_steady_and_an_import_restarts_nothing(
-    monkeypatch,
-):
-    started = []
-    monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    importlib.reload(benchmarks)
-    assert started == []
-    # As Python has it while it looks for the module.
-    monkeypatch.setattr(sys, "argv", ["-m", "--toy"])
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "benchmarks.watch", "--toy"])
-    importlib.reload(benchmarks)
-    assert [words[1:] for words in started] == [["-m", "benchmarks.watch", "--toy"]]

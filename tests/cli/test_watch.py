@@ -192,19 +192,6 @@ def test_messages_begin_at_the_left_though_a_progress_bar_is_in_the_middle_of_it
     )
 
 
-def test_paths_are_printed_as_they_were_given(tmp_path, here):
-    script(
-        tmp_path,
-        "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=0.1))",
-    )
-    (tmp_path / "sub").mkdir()
-    for out in (str(tmp_path / "absolute" / "r"), "sub/../beside/r"):
-        for suffix in ("", "-2"):
-            _, _, err = here("--out", out, "--", "python", "train.py")
-            assert f"qkeel: run {out}{suffix}\n" in err
-            assert f"qkeel: page {out}{suffix}/report.html\n" in err
-
-
 TWO = """
 one, two = Net(), Net(2)
 

@@ -145,7 +145,7 @@ WRONG = {
     "-- python nope.py": "nope.py is missing; give the path of an existing file",
     "-- python .": "cannot read .: Is a directory. Expected a readable file",
     "-- python -m nope.at_all": "expected a module that Python can find",
-    "--evry 5 -- python s.py": "did you mean --every?",
+    "--evry 5 -- python s.py": "unknown option --evry",
     "--every 0 -- python s.py": "at least 1 step",
     "--apply lalr --policy ladder -- python s.py": "got both",
     "--sink wandbb -- python s.py": "Did you mean 'wandb'",

@@ -66,6 +66,7 @@ REFUSED = {
         {"accumulate": 3},
         {"device": "gpu"},
         {"seed": -1},
+        {"seed": 2**64},
         {"model": {"n_kv_heads": 3}},
         {"model": {"n_heads": 5}},
         {"model": {"block": "gau"}},

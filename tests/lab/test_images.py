@@ -26,10 +26,6 @@ from qkeel.lab.text import batch, load
 
 def test_the_digits_are_the_1797_of_the_set_a_tenth_of_each_held_out():
     digits = load_digits()
-    assert set(np.unique(digits.pixels * 16)) == set(range(17))
-    counts = np.bincount(digits.labels).tolist()
-    assert counts == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
-    assert digits.labels[:3].tolist() == [0, 1, 2]
     shares = [digits.held[digits.labels == label].mean() for label in range(10)]
     assert 0.09 < min(shares) <= max(shares) < 0.12
     sides = [{x.tobytes() for x in digits.pixels[digits.held == s]} for s in (0, 1)]

@@ -16,7 +16,16 @@ from qkeel.errors import (
     RunDirectoryError,
     UnknownNameError,
 )
-from qkeel.lab import Execution, Grid, checkpoint, execute, make_plan, run_plan, train
+from qkeel.lab import (
+    Execution,
+    Grid,
+    LongContexts,
+    checkpoint,
+    execute,
+    make_plan,
+    run_plan,
+    train,
+)
 from qkeel.lab.executors import Job, work
 from qkeel.lab.plan import Primary
 from qkeel.lab.quick_demo import quick_demo
@@ -84,6 +93,9 @@ def test_a_plan_is_checked_before_anything_is_written(tiny):
         (InvalidValueError, lambda: plan(tiny, dataclasses.replace(ONE, lrs=[0.0]))),
         (InvalidValueError, lambda: dataclasses.replace(ONE, seeds=[])),
         (InvalidTypeError, lambda: Grid(remedies="none", **grid)),
+        (QkeelError, lambda: Grid(remedies=["none"], lrs=["fast"], seeds=[0])),
+        (QkeelError, lambda: LongContexts(sequences=None)),
+        (QkeelError, lambda: LongContexts(test_lengths=["512"])),
     ):
         with pytest.raises(kind):
             refused()

@@ -1,10 +1,15 @@
 """The second language, the encoder–decoder that learns it, and remedies on its self- and cross-attention."""
 
 import dataclasses
+import sys
+from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
 
+from qkeel.handle import under
+from qkeel.lab import run
 from qkeel.lab.build_run import resolve
 from qkeel.lab.checkpoint import RunState
 from qkeel.lab.config import with_values
@@ -57,6 +62,34 @@ def test_pairs_are_few_fixed_and_of_their_own_part_of_the_text():
         assert inputs[12:] == [BEGIN_TRANSLATION, *targets[:-1]]
     others = RunState(resolve(with_values(TINY, data={"pairs": 49})))
     assert others.task.corpus.sha256 != state.task.corpus.sha256
+
+
+def test_bleu_compares_greedy_translations_with_the_true_ones(tmp_path, monkeypatch):
+    calls = []
+
+    def corpus_bleu(texts, references):
+        calls.append((texts, *references))
+        return SimpleNamespace(score=12.5)
+
+    sacrebleu = SimpleNamespace(corpus_bleu=corpus_bleu)
+    monkeypatch.setitem(sys.modules, "sacrebleu", sacrebleu)
+    place = run(TINY, tmp_path / "a")
+    assert place.summary()["val_bleu"] == 12.5
+    assert place.heads().values["max_logit"].shape == (4, 6, 2)
+    ((translations, references),) = calls  # once, after training
+    state = RunState(resolve(TINY))
+    targets = state.heldout.targets.tolist()
+    assert references == [bytes(row).decode("latin-1") for row in targets]
+    weights = under("model.", safetensors.torch.load_file(place.checkpoint))
+    state.model.load_state_dict(weights)
+    state.model.eval()
+    sources = state.heldout.inputs[:, :13]
+    for source, translation in zip(sources, translations, strict=True):
+        predicted = torch.tensor(list(translation.encode("latin-1")))
+        logits = state.model(torch.cat([source, predicted[:-1]])[None])
+        assert torch.equal(logits[0, :, :256].argmax(-1), predicted)
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    assert state.task.decoded(state.model, state.heldout) == {}
 
 
 @pytest.mark.slow

@@ -143,7 +143,13 @@ def test_heads_that_depend_on_the_length_are_told(lengths):
         assert [(site.n_heads, site.verified) for site in monitor.sites] == [(1, False)]
 
 
-@pytest.mark.parametrize(("shown", "runs"), [(40, 70), (70, 40), (40, 40)])
+def test_an_example_with_other_heads_than_its_first_tokens_is_refused():
+    model = HeadsByLength()
+    with pytest.raises(RefusedError, match="heads instead of 2"):
+        qkeel.apply(model, "qk_clip", sgd(model, 0.0), batch=batch(0, 3, 70))
+
+
+@pytest.mark.parametrize(("shown", "runs"), [(40, 70), (40, 40)])
 def test_a_clip_leaves_heads_alone_that_are_not_those_of_its_example(shown, runs):
     torch.manual_seed(0)
     model = HeadsByLength()

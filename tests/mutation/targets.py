@@ -1,9 +1,9 @@
 """Which files are mutated, and which tests are their direct ones."""
 
-# The rooms, and where further tests of each lie in tests/ besides the folder of its name: today, and at c5b7e68e.
+# The rooms, and where further tests of each lie in tests/ besides the folder of its name.
 ROOMS = {
     "monitor": (),
-    "remedies": ("kernels/**/test_heads.py",),
+    "remedies": (),
     "kernels": ("test_ops.py",),
     "lab": (),
     "report": (),
@@ -22,11 +22,6 @@ ROOMS = {
     "autopilot": (),
     "nn": ("kernels/**/test_hazards.py",),
     "integrations": ("autopilot/test_integrations.py",),
-    "dist": (
-        "monitor/test_watch_processes.py",
-        "remedies/test_processes.py",
-        "remedies/test_sharded_weights.py",
-    ),
     "distributed": (
         "between_processes/test_*.py",
         "processes/**/test_*.py",
@@ -40,8 +35,8 @@ ROOMS = {
 ROOT = ("errors", "handle", "ops", "options", "reference")
 # Of these a seed draws 40 mutants, of the others 20.
 FORMULAS = ("functional", "spec", "remedies")
-# Promises about several rooms, in the folders of today and of before: each mutant runs those that execute its line.
-SHARED = ("contract", "golden", "conformance", "parity", "processes")
+# Promises about several rooms: each mutant runs those that execute its line.
+SHARED = ("contract", "conformance", "processes")
 
 
 def mutated_files(root, room):

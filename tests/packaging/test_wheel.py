@@ -32,20 +32,6 @@ def test_the_wheel_holds_code_typing_marker_licence_and_chart_library(
     assert not any(n.startswith(("tests/", "benchmarks/", "docs/")) for n in names)
 
 
-def test_the_description_on_a_package_index_has_no_link_that_leads_nowhere(
-    wheel,
-):
-    names = zipfile.ZipFile(wheel).namelist()
-    metadata = (
-        zipfile.ZipFile(wheel)
-        .read(next(n for n in names if n.endswith("dist-info/METADATA")))
-        .decode()
-    )
-    assert "# qkeel" in metadata
-    assert not re.findall(r"\]\((?!https?:)[^)]*\)", metadata)
-    assert not re.findall(r"(?:src|srcset|href)=\"(?!https?:)[^\"]*", metadata)
-
-
 @pytest.mark.slow  # half of it is the import of torch
 def test_the_installed_wheel_imports_and_attends(wheel, tmp_path):
     target = tmp_path / "site"

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from tests.drawing import randn
-from tests.training import sgd, warned
+from tests.training import sgd, step, warned
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -19,19 +19,9 @@ REMEDIES = ["qk_clip", "lalr", "qk_lr:factor=0.5", "frozen_qk", "spectral_cap:ca
 X = randn(2, 5, D_MODEL, seed=0)
 
 
-def _step(model, optimizer, x=X):
-    model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def _trained(model, remedy):
     copied = copy.deepcopy(model)
     return copied, sgd(copied, 0.01)
-
-
-def _trained_copy_of_a_copy(model, remedy):
-    return _trained(copy.deepcopy(model), remedy)
 
 
 def _trained_in_backward(model, remedy):
@@ -54,11 +44,10 @@ def _remedied(model, remedy):
 
 
 def _plain_pickle(model, remedy):
-    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    return copied, sgd(copied, 0.01)
+    return _trained(pickle.loads(pickle.dumps(copy.deepcopy(model))), remedy)
 
 
-TRAINED = [_trained, _trained_copy_of_a_copy, _trained_in_backward]
+TRAINED = [_trained, _trained_in_backward]
 
 
 @pytest.mark.parametrize("remedy", REMEDIES)
@@ -67,12 +56,12 @@ def test_a_copy_that_is_trained_without_the_remedy_is_told_of_once(remedy, made)
     model = nn.Sequential(attention(torch.float32), attention(torch.float32))
     optimizer = sgd(model, 0.01)
     qkeel.apply(model, remedy, optimizer, batch=X)
-    _step(model, optimizer)
+    step(model, optimizer, X)
     copied = made(model, remedy)
     with warned(QkeelWarning) as said:
         for _ in range(5):
-            _step(*copied)
-            _step(model, optimizer)
+            step(*copied, X)
+            step(model, optimizer, X)
     about = [text for text in said if "is a copy of the model" in text]
     assert len(about) == (made in TRAINED)
     assert len(said) == len(about)
@@ -104,13 +93,13 @@ def test_averages_and_target_networks_are_not_told_of(asked, update, is_frozen):
     target = copy.deepcopy(model) if averaged is None else averaged.module
     target.requires_grad_(not is_frozen)
     with warned(QkeelWarning) as said:
-        for step in range(9):
+        for number in range(9):
             loss = (model(X) - asked(model, target)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             if averaged is not None:
                 averaged.update_parameters(model)
-            elif update == "every third step" and step % 3 == 2:
+            elif update == "every third step" and number % 3 == 2:
                 target.load_state_dict(model.state_dict())
     assert said == []

@@ -8,7 +8,7 @@ from tests.training import adamw
 from torch.nn import Embedding
 
 from qkeel import apply
-from qkeel.sites.site_search import ModelTrace
+from qkeel.sites.trace import ModuleTrace
 
 
 def llama():
@@ -38,4 +38,4 @@ def test_a_remedy_that_was_applied_keeps_no_tensor_of_the_pass_that_showed_the_a
     ):
         assert len(passes) == {"qk_clip": 1, "output_gate": 3}.get(name, 2)
         gc.collect()
-        assert not [x for x in gc.get_objects() if isinstance(x, ModelTrace)]
+        assert not [x for x in gc.get_objects() if isinstance(x, ModuleTrace)]

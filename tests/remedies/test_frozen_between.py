@@ -25,87 +25,83 @@ class HandNorm(nn.Module):
         return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + self.w)
 
 
+def rotated(q, p, x):
+    """By learned frequencies."""
+    angles = torch.arange(q.shape[1]).to(q)[:, None, None] * p
+    (a, b), cos, sin = q.chunk(2, -1), angles.cos(), angles.sin()
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def over_tokens(q, module, x):
+    """By a module of channels before tokens."""
+    return module(q.flatten(2).mT).mT.reshape_as(q)
+
+
+# By name: what is trained, a parameter of a shape or a module, and how it changes q or k [b t h d] after its projection.
+BETWEEN = {
+    "added": ((WIDTH,), lambda q, p, x: (q.flatten(2) + p).view_as(q)),
+    "multiplied": ((SIZE,), lambda q, p, x: q * p),
+    "softplus": ((SIZE,), lambda q, p, x: q * F.softplus(p)),
+    "temperature per token": (
+        (2 * TOKENS, 1, 1),
+        lambda q, p, x: q * p[: q.shape[1]],
+    ),
+    "table": ((2 * TOKENS, 1, SIZE), lambda q, p, x: q + p[: q.shape[1]]),
+    "frequencies": ((SIZE // 2,), rotated),
+    "gate": ((WIDTH, WIDTH), lambda q, p, x: q * torch.sigmoid(x @ p).view_as(q)),
+    "mixed": ((SIZE, SIZE), lambda q, p, x: q @ p),
+    "rms norm": (
+        lambda: nn.RMSNorm(WIDTH),
+        lambda q, norm, x: norm(q.flatten(2)).view_as(q),
+    ),
+    "hand norm": (lambda: HandNorm(SIZE), lambda q, norm, x: norm(q)),
+    "batch norm": (lambda: nn.BatchNorm1d(WIDTH), over_tokens),
+    "convolution": (
+        lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH),
+        over_tokens,
+    ),
+}
+
+
 class Between(nn.Module):
-    """What changes q or k [b t h d] after its projection, by name."""
+    """What changes q or k after its projection, by name."""
 
     def __init__(self, kind):
         super().__init__()
+        trained, self.change = BETWEEN[kind]
+        is_shape = isinstance(trained, tuple)
+        self.p = nn.Parameter(torch.randn(trained)) if is_shape else trained()
         self.kind = kind
-        shape = {
-            "added": (WIDTH,),
-            "multiplied": (SIZE,),
-            "softplus": (SIZE,),
-            "temperature per token": (2 * TOKENS, 1, 1),
-            "table": (2 * TOKENS, 1, SIZE),
-            "frequencies": (SIZE // 2,),
-            "gate": (WIDTH, WIDTH),
-            "mixed": (SIZE, SIZE),
-        }.get(kind)
-        if shape is not None:
-            self.p = nn.Parameter(torch.randn(shape))
-        modules = {
-            "rms norm": lambda: nn.RMSNorm(WIDTH),
-            "hand norm": lambda: HandNorm(SIZE),
-            "batch norm": lambda: nn.BatchNorm1d(WIDTH),
-            "convolution": lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH),
-        }
-        if kind in modules:
-            self.inner = modules[kind]()
 
     def forward(self, q, x):
-        flat, t = q.flatten(2), q.shape[1]
-        match self.kind:
-            case "added":
-                return (flat + self.p).view_as(q)
-            case "multiplied":
-                return q * self.p
-            case "softplus":
-                return q * F.softplus(self.p)
-            case "temperature per token":
-                return q * self.p[:t]
-            case "table":
-                return q + self.p[:t]
-            case "frequencies":
-                angles = torch.arange(t).to(q)[:, None, None] * self.p
-                a, b = q.chunk(2, -1)
-                cos, sin = angles.cos(), angles.sin()
-                return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-            case "gate":
-                return q * torch.sigmoid(x @ self.p).view_as(q)
-            case "mixed":
-                return q @ self.p
-            case "rms norm":
-                return self.inner(flat).view_as(q)
-            case "hand norm":
-                return self.inner(q)
-            case "batch norm" | "convolution":
-                return self.inner(flat.mT).mT.reshape_as(q)
-        return q
+        return self.change(q, self.p, x)
 
 
-class Projection(nn.Module):
-    """What makes q or k [b t h·d] of x."""
+class WeightNorm(nn.Linear):
+    """Its weight is computed by hand."""
 
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-        self.last = nn.Linear(
-            8 if kind in ("two", "normed", "mlp") else WIDTH, WIDTH, kind != "bare"
-        )
-        if kind in ("two", "normed", "mlp"):
-            self.first = nn.Linear(WIDTH, 8)
-            self.norm = nn.LayerNorm(8) if kind == "normed" else nn.Identity()
-        if kind == "weight norm":
-            self.g = nn.Parameter(torch.rand(WIDTH, 1) + 0.5)
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.g = nn.Parameter(torch.rand(WIDTH, 1) + 0.5)
 
     def forward(self, x):
-        if self.kind in ("two", "normed", "mlp"):
-            x = self.norm(self.first(x))
-            x = F.gelu(x) if self.kind == "mlp" else x
-        if self.kind == "weight norm":
-            w = self.last.weight
-            return F.linear(x, self.g * w / w.norm(dim=1, keepdim=True), self.last.bias)
-        return self.last(x)
+        w = self.g * self.weight / self.weight.norm(dim=1, keepdim=True)
+        return F.linear(x, w, self.bias)
+
+
+def two(*between):
+    return nn.Sequential(nn.Linear(WIDTH, 8), *between, nn.Linear(8, WIDTH))
+
+
+# What makes q or k [b t h·d] of x.
+PROJECTIONS = {
+    "plain": lambda: nn.Linear(WIDTH, WIDTH),
+    "bare": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
+    "two": two,
+    "normed": lambda: two(nn.LayerNorm(8)),
+    "mlp": lambda: two(nn.GELU()),
+    "weight norm": WeightNorm,
+}
 
 
 class Layer(nn.Module):
@@ -114,16 +110,13 @@ class Layer(nn.Module):
     def __init__(self, draw):
         super().__init__()
         self.fused = draw.choice(["", "", "", "bare", "bias", "added", "multiplied"])
-        kinds = ["plain", "plain", "bare", "two", "normed", "mlp", "weight norm"]
         if self.fused:
             self.qkv = nn.Linear(WIDTH, 3 * WIDTH, self.fused == "bias")
             if self.fused in ("added", "multiplied"):
                 self.p = nn.Parameter(torch.randn(3 * WIDTH))
         else:
-            self.q, self.k = (
-                Projection(draw.choice(kinds)),
-                Projection(draw.choice(kinds)),
-            )
+            self.kinds = draw.choices([*PROJECTIONS, "plain"], k=2)
+            self.q, self.k = (PROJECTIONS[kind]() for kind in self.kinds)
             self.v = nn.Linear(WIDTH, WIDTH)
         # After another matrix and a norm, it is not known which part of a fused vector the values use.
         kinds = [
@@ -160,7 +153,7 @@ class Layer(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
     def __str__(self):
-        made = [self.fused] if self.fused else [self.q.kind, self.k.kind]
+        made = [self.fused] if self.fused else self.kinds
         return (
             f"{made} {[a.kind for a in self.after_q]} {[a.kind for a in self.after_k]}"
         )
@@ -175,22 +168,6 @@ class Block(nn.Module):
     def forward(self, x):
         x = x + self.attention(self.norm(x))
         return x + self.mlp(x).tanh()
-
-
-BETWEEN = (
-    "added",
-    "multiplied",
-    "softplus",
-    "temperature per token",
-    "table",
-    "frequencies",
-    "gate",
-    "mixed",
-    "rms norm",
-    "hand norm",
-    "batch norm",
-    "convolution",
-)
 
 
 def outcome(seed):

@@ -24,10 +24,6 @@ from qkeel.sites import HeadSlice, find_sites
 from .models import attention
 
 
-def rows(index, axis=0):
-    return HeadSlice(parameter="w", axis=axis, index=index)
-
-
 def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused():
     model = attention()
     optimizer = sgd(model, lr=1e-3)
@@ -42,21 +38,16 @@ def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused():
         HeadWeights(odd, "lalr")
 
 
-def test_keys_take_the_factor_of_their_group_unless_groups_have_several_sizes():
+def test_groups_of_several_sizes_have_no_exact_factors():
     (site,) = find_sites(attention())
-    (term,) = site.terms
     query, *keys = [
         HeadSlice(parameter=f"of {n}", axis=0, index=torch.arange(n)[:, None])
         for n in (8, 4, 2)
     ]
-    terms = [dataclasses.replace(term, query=(query,), key=(key,)) for key in keys]
-    site = dataclasses.replace(site, terms=terms[:1], n_heads=8, n_kv_heads=4)
-    of_query, of_key = logit_factors(site, by_group=True)
-    pairs = [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert of_query.heads.tolist() == [pair for pair in pairs for _ in pair]
-    assert of_key.heads.tolist() == pairs
-    site = dataclasses.replace(site, terms=terms)
-    assert logit_factors(site, by_group=True) is None
+    terms = [dataclasses.replace(site.terms[0], query=(query,), key=(k,)) for k in keys]
+    for several, is_exact in ((terms[:1], True), (terms, False)):
+        grouped = dataclasses.replace(site, terms=several, n_heads=8, n_kv_heads=4)
+        assert (logit_factors(grouped, by_group=True) is not None) is is_exact
 
 
 # Weights of which each of two processes holds a part.

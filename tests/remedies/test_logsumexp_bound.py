@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tests.attention import Attention, from_heads, to_heads
-from tests.training import sgd, warned
+from tests.training import sgd, step, warned
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -76,8 +76,7 @@ def test_heads_over_the_threshold_are_clipped_to_it_and_the_others_keep_their_bi
         torch.manual_seed(6)
         before, weights = largest(model, x), model[1].q.weight.clone()
         torch.manual_seed(6)
-        model(x).float().square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, x)
     over = before > tau
     assert not over[0].any()
     rest = ~over[1].repeat_interleave(8)
@@ -100,8 +99,7 @@ def test_a_reference_pass_between_two_trained_ones_does_not_clip():
         model(x).square().mean().backward()
         with torch.no_grad():
             model(100 * x)  # logits ten thousand times as large
-        model(x).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, x)
         assert torch.equal(model[0].q.weight, weight)
 
 
@@ -123,8 +121,7 @@ def test_an_idle_clip_makes_no_pass_over_q_and_k(
         lambda *_: pytest.fail("q and k were read again"),
     )
     for _ in range(6):
-        model(x).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, x)
     assert (
         len(calls) == 2 * 2
     )  # of two layers; passes 0, 1, 2 and 4 are searched everywhere
@@ -194,12 +191,11 @@ def test_a_compiled_model_with_heads_over_the_threshold_is_clipped_exactly():
         x = torch.randn(2, 9, 32)
         run = torch.compile(model, backend="aot_eager") if compiled else model
         qkeel.apply(run, "qk_clip:threshold=2", optimizer, batch=x)
-        for step in range(6):
-            if step == 4:  # pass 5 is not observed
+        for number in range(6):
+            if number == 4:  # pass 5 is not observed
                 with torch.no_grad():
                     model[1].q.weight[8:16] *= 50
-            run(x).square().mean().backward()
-            optimizer.step()
+            step(run, optimizer, x)
         weights.append(model[1].q.weight.detach().clone())
         assert largest(model, x).max() < 2.001
     assert_close(*weights, rtol=1e-5, atol=1e-6)
@@ -231,12 +227,11 @@ def test_no_second_pass_where_it_would_hang_or_see_other_inputs(reason, monkeypa
         # A world of two in which nothing else is asked of the other process.
         monkeypatch.setattr("qkeel.sites.tap.dist.world", lambda: 2)
     with warned() as caught:
-        for step in range(7):
-            if step == 4:
+        for number in range(7):
+            if number == 4:
                 with torch.no_grad():
                     model[1].q.weight[8:16] *= 50
-            run(x).float().square().mean().backward()
-            optimizer.step()
+            step(run, optimizer, x)
     told = any("writes into its inputs" in text for text in caught)
     assert told == (reason == "inputs")
     # Of seven passes 1, 2 and 4 are observed, and 5, which was over the threshold and wrote into its inputs, made 6 and

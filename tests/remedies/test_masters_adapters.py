@@ -6,7 +6,6 @@ import pytest
 import torch
 from tests.quick import quick
 from tests.training import adamw
-from torch import nn
 
 import qkeel
 from qkeel.errors import RefusedError
@@ -74,15 +73,6 @@ def test_qk_clip_scales_float32_copies_in_the_state_with_the_weights():
     assert torch.equal(p, optimizer.state[p]["master_param"].bfloat16())
 
 
-@pytest.mark.parametrize("remedy", ["lalr", "qk_clip", "qk_weight_decay"])
-def test_an_optimizer_of_float32_copies_is_refused(remedy):
-    """The way of apex and Megatron."""
-    model = llama(torch.bfloat16)
-    copies = [nn.Parameter(p.detach().float()) for p in model.parameters()]
-    with pytest.raises(RefusedError, match=r"q_proj.weight, which this SGD does not"):
-        qkeel.apply(model, remedy, torch.optim.SGD(copies, lr=0.1), batch=batch())
-
-
 # --- adapters
 
 peft = pytest.importorskip("peft")
@@ -136,18 +126,6 @@ def test_a_clip_of_adapted_weights_is_exact_where_the_base_may_be_scaled(
     assert torch.allclose(maxima(model), was.clamp(max=threshold), rtol=1e-6)
     for name, p in model.named_parameters():
         assert "lora_A" not in name or torch.equal(p, before.get_parameter(name))
-
-
-@PEFT
-def test_a_frozen_base_is_not_scaled_unless_asked():
-    model = adapted("llama", "q_proj", "k_proj")
-    optimizer = torch.optim.AdamW(trained(model))
-    with pytest.raises(
-        RefusedError,
-        match=r"q_proj.base_layer.weight, which is frozen, .*set frozen=scale",
-    ):
-        qkeel.apply(model, "qk_clip", optimizer, batch=batch())
-    assert not optimizer._optimizer_step_post_hooks
 
 
 @pytest.mark.parametrize("side", ["q", "k"])

@@ -6,8 +6,9 @@ import pytest
 import torch
 from tests.attention import Attention, from_heads, scores, values
 from tests.drawing import randn
-from tests.training import sgd
+from tests.training import adamw, sgd, step
 from torch import nn
+from torch.testing import assert_close
 
 import qkeel
 from qkeel.errors import RefusedError
@@ -23,26 +24,14 @@ def batch(step):
     return randn(4, 6, 16, seed=step)
 
 
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.05)
-
-
 def train(model, optimizer, first, last):
-    for step in range(first, last):
-        model(batch(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for number in range(first, last):
+        step(model, optimizer, batch(number))
 
 
-def weights(model):
-    return values(model)
-
-
-def equal(a, b):
-    one, other = weights(a), weights(b)
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], other[name]) for name in one
-    )
+def assert_equal(a, b):
+    """Two models have the same weights bit for bit."""
+    assert_close(values(a), values(b), rtol=0, atol=0)
 
 
 SPECS = ["lalr:tau=0.1+qk_clip:threshold=0.1", "qk_norm", "softcap:cap=1"]
@@ -52,7 +41,7 @@ SPECS = ["lalr:tau=0.1+qk_clip:threshold=0.1", "qk_norm", "softcap:cap=1"]
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_line_in_front_of_training_does_what_it_does_with_an_example(spec, watched):
     shown, own = encoder(), encoder()
-    first, second = adamw(shown), adamw(own)
+    first, second = adamw(shown, 0.05), adamw(own, 0.05)
     qkeel.apply(shown, spec, first, batch=batch(0))
     monitor = qkeel.watch(own, second) if watched else None
     handle = qkeel.apply(own, spec, second)
@@ -61,10 +50,12 @@ def test_the_line_in_front_of_training_does_what_it_does_with_an_example(spec, w
     train(own, second, 0, 4)
     assert repr(handle).startswith("<Handle of ")
     assert "active, " in repr(handle)
-    assert equal(shown, own)
+    assert_equal(shown, own)
     assert monitor is None or monitor.active
     handle.remove()
-    assert torch.equal(own(batch(9)), copy_of_plain(own)(batch(9)))
+    plain = encoder()
+    plain.load_state_dict(own.state_dict())
+    assert torch.equal(own(batch(9)), plain(batch(9)))
 
 
 @pytest.mark.parametrize("spec", [SPECS[0], "qk_weight_decay:decay=0.5"])
@@ -72,37 +63,25 @@ def test_a_step_with_a_closure_is_changed_from_the_first_one_on(spec):
     """The pass that shows the attention runs inside that step, as in Lightning."""
     models = encoder(), encoder()
     for model, shown in zip(models, (batch(0), None)):
-        optimizer = adamw(model)
+        optimizer = adamw(model, 0.05)
         handle = qkeel.apply(model, spec, optimizer, batch=shown)
-        for step in range(3):
+        for number in range(3):
 
-            def closure(model=model, optimizer=optimizer, step=step):
+            def closure(model=model, optimizer=optimizer, number=number):
                 optimizer.zero_grad()
-                model(batch(step)).square().mean().backward()
+                model(batch(number)).square().mean().backward()
 
             optimizer.step(closure)
         assert "active, " in repr(handle)
         handle.remove()
         assert not optimizer._optimizer_step_pre_hooks
-    assert equal(*models)
-
-
-def copy_of_plain(model):
-    plain = encoder()
-    plain.load_state_dict(
-        {
-            name: x
-            for name, x in model.state_dict().items()
-            if name in plain.state_dict()
-        }
-    )
-    return plain
+    assert_equal(*models)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_line_in_the_middle_of_a_watched_training_acts_at_once(spec):
     shown, own = encoder(), encoder()
-    first, second = adamw(shown), adamw(own)
+    first, second = adamw(shown, 0.05), adamw(own, 0.05)
     with qkeel.watch(own, second) as monitor:
         train(shown, first, 0, 2)
         train(own, second, 0, 2)
@@ -111,7 +90,7 @@ def test_the_line_in_the_middle_of_a_watched_training_acts_at_once(spec):
         assert "active, " in repr(handle)
         train(shown, first, 2, 5)
         train(own, second, 2, 5)
-        assert equal(shown, own)
+        assert_equal(shown, own)
         assert monitor.active
 
 
@@ -119,7 +98,7 @@ def test_remedies_on_steps_of_a_watched_model_make_no_pass_at_all(
     monkeypatch,
 ):
     model = encoder()
-    optimizer = adamw(model)
+    optimizer = adamw(model, 0.05)
     with qkeel.watch(model, optimizer):
         train(model, optimizer, 0, 1)
         monkeypatch.setattr(nn.TransformerEncoder, "forward", None)
@@ -128,7 +107,7 @@ def test_remedies_on_steps_of_a_watched_model_make_no_pass_at_all(
 
 def test_what_is_refused_is_refused_in_the_pass_and_the_model_is_as_it_was():
     model = encoder()
-    optimizer = adamw(model)
+    optimizer = adamw(model, 0.05)
     out = model(batch(0))
     qkeel.apply(model, "qk_norm+lalr", optimizer)
     with pytest.raises(RefusedError, match="lalr"):
@@ -197,18 +176,18 @@ def test_a_rollout_that_fills_a_cache_may_be_the_first_pass(spec, watched, cache
     for shown in (batch(0), None):
         torch.manual_seed(0)
         model = Decoder()
-        optimizer = adamw(model)
+        optimizer = adamw(model, 0.05)
         monitor = qkeel.watch(model, optimizer) if watched else None
         qkeel.apply(model, spec, optimizer, batch=shown)
-        for step in range(3):
+        for number in range(3):
             filled = cache()
             with torch.no_grad():
                 for token in range(3):
-                    model(batch(step)[:, token : token + 1], filled)
-            train(model, optimizer, step, step + 1)
+                    model(batch(number)[:, token : token + 1], filled)
+            train(model, optimizer, number, number + 1)
         assert monitor is None or (monitor.active and len(monitor.sites) == 1)
         models.append(model)
-    assert equal(*models)
+    assert_equal(*models)
 
 
 def test_a_program_that_looks_for_its_batch_size_gets_its_own_error():
@@ -217,8 +196,7 @@ def test_a_program_that_looks_for_its_batch_size_gets_its_own_error():
     handle = qkeel.apply(model, "lalr", optimizer)
     with pytest.raises(torch.OutOfMemoryError):
         model(torch.randn(8, 5, 32))
-    model(torch.randn(2, 5, 32)).square().mean().backward()
-    optimizer.step()
+    step(model, optimizer, torch.randn(2, 5, 32))
     assert handle.state()
     assert "next pass" not in repr(handle)
 

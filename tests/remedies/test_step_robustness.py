@@ -6,41 +6,17 @@ import warnings
 import pytest
 import torch
 from tests.attention import Attention, values
-from tests.training import sgd
+from tests.training import adamw, sgd, step
 
 import qkeel
 from qkeel.errors import RefusedError
 
-from .foreign import encoder, example, hf, out
+from .foreign import example, hf, out
 from .models import assert_same, decoder, snapshot
 from .models import tokens as ids
 
 STEP = ["lalr", "qk_lr", "qk_clip", "qk_weight_decay"]
 every_remedy = pytest.mark.parametrize("remedy", STEP)
-
-
-def adamw(model, **options):
-    return torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=0.01, **options
-    )
-
-
-@every_remedy
-def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_say(
-    remedy,
-):
-    model = encoder()
-    optimizer = adamw(model)
-    # A rate of 0 initialises states, but not that of one group alone.
-    optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 0.0})
-    handle = qkeel.apply(model, remedy, optimizer)
-    before = snapshot(model)
-    with pytest.raises(
-        RefusedError, match=rf"qkeel.apply\(model, '{remedy}', optimizer, batch=batch\)"
-    ):
-        optimizer.step()
-    assert_same(before, snapshot(model))
-    assert not handle.active
 
 
 # --- optimizers
@@ -128,17 +104,9 @@ def warned(record):
     return [str(w.message) for w in record if "has no effect" in str(w.message)]
 
 
-def trained(
-    model,
-    optimizer,
-    steps,
-    batches_a_step=1,
-):
+def trained(model, optimizer, steps, batches_a_step=1):
     for _ in range(steps):
-        optimizer.zero_grad()
-        for _ in range(batches_a_step):
-            model(ids()).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, *[ids()] * batches_a_step)
 
 
 @every_remedy
@@ -203,7 +171,6 @@ def test_a_model_that_is_cast_to_half_precision_after_apply_is_refused_in_the_st
     qkeel.apply(model, remedy, optimizer)
     trained(model, optimizer, 1)
     model.to(torch.bfloat16)
-    optimizer.zero_grad()
     with pytest.raises(RefusedError, match="bfloat16"):
         trained(model, optimizer, 1)
 
@@ -249,14 +216,12 @@ def test_attention_that_is_put_in_later_is_told_once(remedy, earlier, later):
         qkeel.apply(model, remedy, optimizer, batch=x),
     ):
         warnings.simplefilter("always")
-        for step in range(4):
-            if step == 2:
+        for number in range(4):
+            if number == 2:
                 assert warned == []
                 # Without attention, it is no layer.
                 model.layers.append(torch.nn.Linear(16, 16))
                 model.layers.append(LAYERS[later]())
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(model, optimizer, x)
     (said,) = [str(w.message) for w in warned]
     assert said.startswith(f"{remedy} does not act on layers.3, which was put")

@@ -96,33 +96,6 @@ def test_each_layer_of_attention_maps_has_a_figure_of_its_own(tmp_path):
     assert alone.name == "attention.svg"
 
 
-def test_no_label_leaves_the_edge_of_a_figure(tmp_path, monkeypatch):
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    cut = []
-
-    def look(self, target, **_):
-        FigureCanvasAgg(self).draw()
-        for ax in self.axes:
-            for text in (ax.xaxis.label, ax.yaxis.label, ax.title):
-                box = text.get_window_extent()
-                if text.get_text() and not (
-                    box.x0 >= 0 and box.x1 <= self.bbox.x1 and box.y0 >= 0
-                ):
-                    cut.append(f"{target.name}: {text.get_text()}")
-
-    monkeypatch.setattr(figure, "savefig", look)
-    study = make_study(
-        tmp_path / "study",
-        grid(("none", "qk_norm", "lalr:tau=0.1"), (0.01, 0.1), (0, 1, 2)),
-    )
-    for path in (study, make_watch(tmp_path / "run", SMALL)):
-        figures(path, tmp_path / "out")
-        figures(path, tmp_path / "out", width=6.75)
-    assert not cut
-
-
 def test_without_matplotlib_or_a_format_that_it_has_it_says_what_to_do(
     tmp_path, monkeypatch
 ):

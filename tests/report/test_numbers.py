@@ -172,7 +172,7 @@ def test_the_table_and_charts_of_a_study_have_means_gains_and_curves(tmp_path):
     path = make_study(tmp_path / "s", grid(remedies, rates))
     for folder in (path / "runs").iterdir():
         env = read_json(folder / "env.json")
-        env["torch"] = folder.name  # more versions than are listed
+        env["torch"] = folder.name
         write_json(folder / "env.json", env)
     html, study = page(path, tmp_path), read_study(path)
     _, rows = table(html, "table")

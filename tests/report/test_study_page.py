@@ -108,7 +108,6 @@ def test_a_study_becomes_one_small_file_that_loads_nothing(tmp_path):
     html = page(make_study(tmp_path / "study", grid()), tmp_path)
     assert "default-src &#39;none&#39;" in html
     assert "Learning-rate study" in html
-    assert "Made by qkeel from runs of version 0.1.0." in text_of(html)
     assert (
         "Permission to use, copy, modify, and/or distribute this software" in html
     )  # the notice travels along
@@ -238,7 +237,6 @@ def test_runs_of_different_models_are_said_not_to_be_comparable(tmp_path):
     ]
     html = page(runs, tmp_path)
     assert "These runs differ in model: their losses are not comparable." in html
-    assert "and 3 more values" in html
 
 
 def test_runs_without_a_result_are_listed(tmp_path):

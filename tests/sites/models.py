@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from tests.attention import from_heads, to_heads
+from tests.drawing import randn
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -226,16 +227,18 @@ class Fused(nn.Module):
 
 
 class Einsums(nn.Module):
-    """Weights [m h d] and [h m d], as ports from JAX have them."""
+    """Weights [m h d], as ports from JAX have them."""
 
     def __init__(self):
         super().__init__()
-        self.q, self.v = (nn.Parameter(torch.randn(M, H, D) / 6) for _ in range(2))
-        self.k = nn.Parameter(torch.randn(H, M, D) / 6)
+        self.q, self.k, self.v = (
+            nn.Parameter(randn(M, H, D, seed=i)) for i in range(3)
+        )
 
     def forward(self, x):
-        q, v = (torch.einsum("btm,mhd->bthd", x, w) for w in (self.q, self.v))
-        return plain(q, torch.einsum("btm,hmd->bthd", x, self.k), v).flatten(2)
+        return plain(
+            *(torch.einsum("btm,mhd->bthd", x, w) for w in self.parameters())
+        ).flatten(2)
 
 
 class Adapted(nn.Module):
@@ -396,7 +399,7 @@ CASES = {
         build=changed(lambda m, x: divided(m, rotated(m, x))),
         query=Q,
         key=K,
-        scales=False,
+        normed=True,
     ),
     # how they are made
     "thirds": Case(build=lambda: Fused("nhd"), query=[[FUSED_Q]], key=[[FUSED_K]]),
@@ -430,7 +433,7 @@ CASES = {
     "einsums": Case(
         build=Einsums,
         query=[[("q", 1, block())]],
-        key=[[("k", 0, torch.arange(H)[:, None])]],
+        key=[[("k", 1, block())]],
     ),
     "an adapter of zeros": Case(
         build=lambda: adapted(orthogonal=False), query=OF_ADAPTER, key=K

@@ -22,14 +22,6 @@ class Sum(nn.Module):
         self.per_head = nn.Parameter(torch.randn(T, H * D))
         self.pairs = nn.Parameter(torch.randn(T, T, D))
         self.memory = nn.Parameter(torch.randn(H, 2, D))
-        self.wq, self.wk = (
-            nn.Parameter(torch.randn(32, H, D)),
-            nn.Parameter(torch.randn(H, 32, D)),
-        )
-        self.depth = nn.Conv1d(32, 32, 3, padding=1, groups=32, bias=False)
-        self.point, self.wide = (
-            nn.Conv1d(32, 32, n, padding=n // 2, bias=False) for n in (1, 3)
-        )
         self.embedding = nn.Embedding(2 * T - 1, D)
         self.gap = (torch.arange(T)[:, None] - torch.arange(T)).abs()
         self.gate = nn.Linear(32, H)
@@ -130,21 +122,6 @@ def memory_keys(m, p):
     )
 
 
-def three_dimensions(m, p):
-    """XLNet's projections, and those of a matrix for each head."""
-    q, k = (
-        torch.einsum("btm,mhd->bthd", m.x, m.wq),
-        torch.einsum("btm,hmd->bhtd", m.x, m.wk),
-    )
-    return p["q1"] @ p["k1"].mT + torch.einsum("bthd,bhsd->bhts", q, k)
-
-
-def convolutions(m, p):
-    """CvT's, without its norm: one channel at a time, then one place at a time."""
-    q, k = m.point(m.depth(m.x.mT)), m.wide(m.x.mT)
-    return p["q1"] @ p["k1"].mT + q.unflatten(1, (H, D)).mT @ k.unflatten(1, (H, D))
-
-
 SUMS = {
     "two": (two, "q1 k1 q2 k2", [(["q1"], ["k1"]), (["q2"], ["k2"])]),
     "in place": (in_place, "q1 k1 k2", [(["q1"], ["k1"]), (["q1"], ["k2"])]),
@@ -170,17 +147,6 @@ SUMS = {
     "table of heads": (shaw_heads, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["per_head"])]),
     "embedding": (shaw_embedding, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["embedding"])]),
     "table of pairs": (shaw_pairs, "q1 k1", [(["q1"], ["pairs"]), (["q1"], ["k1"])]),
-    "memory keys": (memory_keys, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["memory"])]),
-    "weights of three dimensions": (
-        three_dimensions,
-        "q1 k1",
-        [(["q1"], ["k1"]), (["wq"], ["wk"])],
-    ),
-    "convolutions": (
-        convolutions,
-        "q1 k1",
-        [(["q1"], ["k1"]), (["depth", "point"], ["wide"])],
-    ),
 }
 
 

@@ -204,7 +204,8 @@ class Valued(Attention):
 def test_layers_of_which_one_takes_its_keys_as_values_are_told_apart(first):
     layers = [Valued(is_shared) for is_shared in (first, not first, first)]
     for layer, site in zip(layers, find_sites(nn.Sequential(*layers), x())):
-        assert len(site.value_weights) == layer.is_shared
+        (values,) = site.value_weights
+        assert values.parameter.split(".")[1] == ("k" if layer.is_shared else "v")
 
 
 @pytest.mark.parametrize("first", ["plain", "normed", "stretched", "capped", "scaled"])

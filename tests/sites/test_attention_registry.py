@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+from tests.attention import scores, written
 from tests.drawing import randint
 from torch.testing import assert_close
 
 transformers = pytest.importorskip("transformers")
 
 from qkeel import find_sites  # noqa: E402
-from qkeel.capture.calls import statistics  # noqa: E402
-from qkeel.capture.intercept import CaptureMode  # noqa: E402
+
+from .oracle import observed  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
@@ -27,22 +28,13 @@ KEEP = torch.ones(2, 8, dtype=torch.int64)
 KEEP[1, :3] = 0  # padded on the left
 
 
-def registered(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    **options,
-):
-    """A user's own attention function."""
-    key, value = (
-        x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value)
-    )
-    scores = query @ key.mT * options["scaling"]
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+def registered(module, query, key, value, attention_mask, **options):
+    """A user's own attention function, of logits that the module has scaled by 1/√d."""
+    y = written(query, key, value) if attention_mask is None else None
+    if y is None:
+        value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+        y = (scores(query, key) + attention_mask).softmax(-1) @ value
+    return y.transpose(1, 2).contiguous(), None
 
 
 @pytest.fixture(autouse=True)
@@ -82,38 +74,36 @@ def llama(name):
 
 @torch.no_grad()
 def watched(model):
-    """Logits of the tokens that are not padding, and statistics per site; watching changes neither."""
-    expected = model(input_ids=IDS, attention_mask=KEEP).logits
-    found = {}
-    with CaptureMode(model, lambda s: found.update({s.name: statistics(s.call)})):
-        logits = model(input_ids=IDS, attention_mask=KEEP).logits
-    assert torch.equal(logits[KEEP == 1], expected[KEEP == 1])
-    return logits, found
+    """Statistics per site; watching changes no logit of a token that is not padding."""
+
+    def run():
+        return model(input_ids=IDS, attention_mask=KEEP).logits[KEEP == 1]
+
+    calls, logits = observed(run, model)
+    assert torch.equal(logits, run())
+    return {name: stats for name, _, stats in calls}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_statistics_and_sites_are_the_same_under_every_name(name):
     model = llama(name)
-    _, found = watched(model)
-    _, plain = watched(llama("eager"))
-    assert list(found) == [f"model.layers.{i}.self_attn" for i in (0, 1)]
-    for site, stats in found.items():
+    by_site, plain = watched(model), watched(llama("eager"))
+    assert list(by_site) == [f"model.layers.{i}.self_attn" for i in (0, 1)]
+    for site, stats in by_site.items():
         for field in ("max_logit", "entropy", "query_norm_max"):
-            assert_close(
-                getattr(stats, field), getattr(plain[site], field), rtol=1e-4, atol=1e-5
-            )
+            mine, expected = (getattr(x, field) for x in (stats, plain[site]))
+            assert_close(mine, expected, rtol=1e-4, atol=1e-5)
         assert stats.n_pairs.tolist() == [36 + 15] * 4  # 8 and 5 tokens, causal
         assert len(stats.key_norm) == 2
     sites = find_sites(model, {"input_ids": IDS, "attention_mask": KEEP})
-    assert [s.name for s in sites] == list(found)
+    assert [s.name for s in sites] == list(by_site)
     for site in sites:
-        assert torch.equal(site.terms[0].query[0].index, torch.arange(32).view(4, 8)), (
-            site.why
-        )
-        assert torch.equal(site.terms[0].key[0].index, torch.arange(16).view(2, 8))
+        (query,), (key,) = site.query, site.key
+        assert torch.equal(query.index, torch.arange(32).view(4, 8))
+        assert torch.equal(key.index, torch.arange(16).view(2, 8))
 
 
 def test_a_function_registered_without_a_mask_function_is_shown_to_see_everything():
     # transformers then gives it no mask at all, without a word.
-    _, found = watched(llama("without a mask"))
-    assert [s.n_pairs.tolist() for s in found.values()] == [[2 * 64] * 4] * 2
+    by_site = watched(llama("without a mask"))
+    assert [s.n_pairs.tolist() for s in by_site.values()] == [[2 * 64] * 4] * 2

@@ -8,7 +8,6 @@ from tests.contract.watch.test_functions import opaque
 from torch import nn
 from torch.testing import assert_close
 
-from qkeel.capture.calls import statistics
 from qkeel.capture.described import arranged
 from qkeel.capture.intercept import CaptureMode
 from qkeel.capture.known_sites import KnownSites
@@ -22,6 +21,8 @@ from qkeel.errors import (
 from qkeel.patching.guards import FaultGuard
 from qkeel.sites import Reading, describe
 from qkeel.spec import AttentionSpec, RMSNorm
+
+from .oracle import observed
 
 B, H, G, T, D = 2, 4, 2, 6, 8
 
@@ -63,16 +64,12 @@ def described(model, name="layers.0", **more):
     )
 
 
-def watch(model, sites, *inputs):
-    found = {}
-
-    def note(sighting):
-        assert sighting.name not in found
-        found[sighting.name] = statistics(sighting.call)
-
-    with CaptureMode(model, note, known=KnownSites.of(sites)):
-        model(*inputs)
-    return found
+def read(model, sites, *inputs, **named):
+    """By name, the functions and statistics of the calls of a model with described sites."""
+    known = KnownSites.of(sites)
+    calls, _ = observed(lambda: model(*inputs, **named), model, known=known)
+    assert len({name for name, _, _ in calls}) == len(calls)
+    return {name: (how, stats) for name, how, stats in calls}
 
 
 @torch.no_grad()
@@ -91,10 +88,10 @@ def test_the_rows_of_a_description_are_those_of_its_heads():
     assert torch.equal(key.index, torch.arange(G * D).view(G, D))
     # Zeroing a head's rows silences its logits and nobody else's.
     x = torch.randn(B, T, H * D)
-    before = watch(model, [site], x)["layers.0"].max_logit
+    before = read(model, [site], x)["layers.0"][1].max_logit
     query.heads(model.get_parameter(query.parameter))[1] = 0
     model.get_parameter("layers.0.q_proj.bias").view(H, D)[1] = 0
-    after = watch(model, [site], x)["layers.0"].max_logit
+    after = read(model, [site], x)["layers.0"][1].max_logit
     assert after[1] == 0
     assert torch.equal(after[[0, 2, 3]], before[[0, 2, 3]])
 
@@ -122,12 +119,8 @@ def test_functions_may_read_q_k_and_the_mask_from_the_arguments_of_the_forward()
     assert "computes it" in site.why
     x, keep = torch.randn(B, T, 8), torch.ones(B, T, dtype=torch.bool)
     keep[1, 4:] = False
-    found = []
-    with CaptureMode(
-        model, lambda s: found.append(statistics(s.call)), known=KnownSites.of([site])
-    ):
-        model(x, keep=keep)
-    assert found[0].n_pairs.tolist() == [T * T + T * 4]
+    ((_, stats),) = read(model, [site], x, keep=keep).values()
+    assert stats.n_pairs.tolist() == [T * T + T * 4]
 
 
 def test_what_is_visible_inside_a_described_module_is_reported_once_as_described():
@@ -139,19 +132,11 @@ def test_what_is_visible_inside_a_described_module_is_reported_once_as_described
             return from_heads(y)
 
     model, x = nn.Sequential(Visible(), Visible()), torch.randn(B, T, H * D)
-    how = []
-    stats = []
-
-    def note(sighting):
-        how.append((sighting.name, sighting.how))
-        stats.append(statistics(sighting.call))
-
-    with CaptureMode(model, note, known=KnownSites.of([described(model, "0")])):
-        model(x)
-    assert how == [("0", "description"), ("1", "scaled_dot_product_attention")]
-    with CaptureMode(model, lambda s: stats.append(statistics(s.call))):
-        model(x)
-    assert_close(stats[0].max_logit, stats[2].max_logit)
+    described_and_not = read(model, [described(model, "0")], x)
+    plain = read(model, [], x)
+    how = {name: how for name, (how, _) in described_and_not.items()}
+    assert how == {"0": "description", "1": "scaled_dot_product_attention"}
+    assert_close(described_and_not["0"][1].max_logit, plain["0"][1].max_logit)
 
 
 def test_a_fault_in_a_description_goes_to_the_handler_and_not_into_the_model():

@@ -13,10 +13,10 @@ from torch.testing import assert_close
 from transformers import modeling_flash_attention_utils as wrappers
 
 from qkeel import find_sites
-from qkeel.capture.calls import statistics
 from qkeel.capture.intercept import CaptureMode
 
 from . import flash_stand_in as stand_in
+from .oracle import observed, the_call
 
 B, H, G, D = 2, 4, 2, 8
 LENGTHS = (3, 0, 5, 1)
@@ -30,17 +30,14 @@ def _installed(monkeypatch):
         setattr(package, name, getattr(stand_in, name))
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", stand_in)
-    before = {
-        n: f.__code__
-        for n, f in vars(stand_in).items()
-        if isinstance(f, types.FunctionType)
-    }
+
+    def codes():
+        functions = vars(stand_in).values()
+        return [f.__code__ for f in functions if isinstance(f, types.FunctionType)]
+
+    before = codes()
     yield
-    assert {
-        n: f.__code__
-        for n, f in vars(stand_in).items()
-        if isinstance(f, types.FunctionType)
-    } == before
+    assert codes() == before
 
 
 def parts(t, s):
@@ -49,16 +46,8 @@ def parts(t, s):
     return tuple(2 * torch.randn(shape, generator=generator) for shape in shapes)
 
 
-def seen(call):
-    found = []
-    with CaptureMode(nn.Identity(), lambda s: found.append(statistics(s.call))):
-        out = call()
-    (stats,) = found
-    return stats, out
-
-
-def check(stats, pairs, options):
-    """Against scores of whole sequences q [t h d], k [s g d] in float64."""
+def check_pairs(stats, pairs, options):
+    """Against logits of whole sequences q [t h d], k [s g d] in float64; a cap is left out of the largest."""
     each = [
         stand_in.scores(q.double(), k.double(), *options)
         for q, k in pairs
@@ -89,41 +78,40 @@ OPTIONS = {
 }
 
 
+NONE = {
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+}
+
+
 def positional(given):
-    names = ("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes")
-    return tuple(
-        {
-            "softmax_scale": None,
-            "causal": False,
-            "window_size": (-1, -1),
-            "softcap": 0.0,
-            "alibi_slopes": None,
-            **given,
-        }[n]
-        for n in names
-    )
+    return tuple({**NONE, **given}.values())
 
 
 @pytest.mark.parametrize(("t", "s"), [(6, 6), (2, 6), (6, 2)])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_counts(name, t, s):
     q, k, v = parts(t, s)
-    stats, out = seen(lambda: stand_in.flash_attn_func(q, k, v, **OPTIONS[name]))
-    assert torch.equal(out, stand_in.flash_attn_func(q, k, v, **OPTIONS[name]))
-    check(stats, list(zip(q, k)), positional(OPTIONS[name]))
+
+    def call():
+        return stand_in.flash_attn_func(q, k, v, **OPTIONS[name])
+
+    ((_, _, stats),), out = observed(call)
+    assert torch.equal(out, call())
+    check_pairs(stats, list(zip(q, k)), positional(OPTIONS[name]))
 
 
 def test_packed_arguments_are_unpacked_and_nested_calls_count_once():
     q, k, v = parts(5, 5)
     kv = torch.stack([k, v], dim=2)
-    check(
-        seen(lambda: stand_in.flash_attn_kvpacked_func(q, kv, causal=True))[0],
-        list(zip(q, k)),
-        positional({"causal": True}),
-    )
+    stats = the_call(lambda: stand_in.flash_attn_kvpacked_func(q, kv, causal=True))
+    check_pairs(stats, list(zip(q, k)), positional({"causal": True}))
     qkv = torch.stack([q, q.flip(1), q], dim=2)
-    stats, _ = seen(lambda: stand_in.flash_attn_qkvpacked_func(qkv, causal=True))
-    check(stats, list(zip(q, q.flip(1))), positional({"causal": True}))
+    stats = the_call(lambda: stand_in.flash_attn_qkvpacked_func(qkv, causal=True))
+    check_pairs(stats, list(zip(q, q.flip(1))), positional({"causal": True}))
 
 
 def lengths():
@@ -136,19 +124,15 @@ def lengths():
     )
 
 
-def pieces(q, k):
-    return list(zip(q.split(LENGTHS), k.split(LENGTHS)))
-
-
 @each_row("name", OPTIONS)
 def test_sequences_packed_without_padding_attend_each_to_itself(name):
     q, k, ends = lengths()
-    stats, _ = seen(
-        lambda: stand_in.flash_attn_varlen_func(
-            q, k, k, ends, ends, 5, 5, **OPTIONS[name]
-        )
+    options = OPTIONS[name]
+    stats = the_call(
+        lambda: stand_in.flash_attn_varlen_func(q, k, k, ends, ends, 5, 5, **options)
     )
-    check(stats, pieces(q, k), positional(OPTIONS[name]))
+    pairs = list(zip(q.split(LENGTHS), k.split(LENGTHS)))
+    check_pairs(stats, pairs, positional(options))
 
 
 class Block(Attention):
@@ -180,10 +164,7 @@ flash_attn = types.SimpleNamespace(flash_attn_func=flash_attn_func)
     exec(source, vars(home))
     monkeypatch.setitem(sys.modules, home.__name__, home)
     model, x = Block(home.flash_attn.flash_attn_func), torch.randn(B, 5, H * D)
-    found = []
-    with CaptureMode(model, found.append):
-        model(x)
-    (how,) = [s.how for s in found]
+    ((_, how, _),), _ = observed(lambda: model(x), model)
     assert how == "flash_attn_func"
     assert len(find_sites(model, x)) == 1
 
@@ -244,12 +225,9 @@ def test_what_transformers_wrappers_call_is_seen_padded_or_not(
         (mask, "flash_attn_varlen_func", 10),
     ):
         plain = model(x, given)
-        found = []
-        with CaptureMode(model, found.append):
-            assert torch.equal(model(x, given), plain)
-        (one,) = found
-        stats = statistics(one.call)
-        assert (one.name, one.how, stats.n_queries.tolist()) == ("", name, [n] * H)
+        ((_, how, stats),), out = observed(lambda g=given: model(x, g), model)
+        assert torch.equal(out, plain)
+        assert (how, stats.n_queries.tolist()) == (name, [n] * H)
         assert len(find_sites(model, (x, given))) == 1
 
 

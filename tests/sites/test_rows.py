@@ -9,9 +9,8 @@ from tests.sites.models import CASES, OF_ADAPTER, D, H
 from torch import nn
 
 from qkeel import find_sites
-from qkeel.sites import QKProduct, Tap
-from qkeel.sites.site_search import traced
-from qkeel.sites.verify import Verification
+from qkeel.sites import QKProduct, Tap, site_search
+from qkeel.sites import trace as trace_module
 
 IDS = {id(case): name for name, case in CASES.items()}
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -107,48 +106,47 @@ def swapped(slices):
     return (*slices[:-1], dataclasses.replace(last, index=index))
 
 
-def traced_case(case):
-    return traced(case.model(), (case.x(),), {})
+@pytest.fixture
+def planted(monkeypatch):
+    """What a search finds that takes a site with these changes for what it has read."""
 
+    def site_of(case, **changes):
+        def read(*args, **kwargs):
+            trace = trace_module.read_module(*args, **kwargs)
+            (site,) = trace.sites
+            trace.set_sites([dataclasses.replace(site, **changes)])
+            return trace
 
-def verified(trace, site):
-    """The site as the trace of its module verifies it."""
-    (of_site,) = trace.traces.values()
-    module = of_site.with_graph
-    module.set_sites([site])
-    module.verify(Verification())
-    return module.sites[0]
+        monkeypatch.setattr(site_search, "read_module", read)
+        (site,) = find_sites(case.model(), case.x())
+        monkeypatch.undo()
+        return site
+
+    return site_of
 
 
 @pytest.mark.parametrize("case", one_in(CASES.values(), 3))
-def test_rows_of_the_wrong_head_are_not_confirmed(case):
-    trace = traced_case(case)
-    (site,) = trace.sites
+def test_rows_of_the_wrong_head_are_not_confirmed(case, planted):
+    (site,) = find_sites(case.model(), case.x())
     for side in ("query", "key"):
         terms = list(site.terms)
         slices = getattr(terms[0], side)
         if slices[-1].n > 1:
             sides = {"query": terms[0].query, "key": terms[0].key}
             terms[0] = QKProduct(**{**sides, side: swapped(slices)})
-            wrong = dataclasses.replace(site, terms=tuple(terms))
-            doubtful = verified(trace, wrong)
+            doubtful = planted(case, terms=tuple(terms))
             assert not doubtful.verified
             assert "changed the logits of" in doubtful.unverified
 
 
-def planted(case, site, **changes):
-    trace = traced_case(case)
-    return verified(trace, dataclasses.replace(site, **changes)).unverified
-
-
-def test_planted_faults_are_told():
+def test_planted_faults_are_told(planted):
     case = CASES["written"]
     (site,) = find_sites(case.model(), case.x())
     (term,) = site.terms
     (q,) = term.query
 
     def of(*terms):
-        return planted(case, site, terms=terms)
+        return planted(case, terms=terms).unverified
 
     values = dataclasses.replace(q, parameter="v.weight", bias="v.bias")
     of_values = QKProduct(query=(values,), key=term.key)
@@ -159,7 +157,7 @@ def test_planted_faults_are_told():
     beyond = dataclasses.replace(q, index=q.index + 1000)
     why = of(QKProduct(query=(beyond,), key=term.key))
     assert "cannot run again: IndexError" in why
-    assert "heads instead of 2" in planted(case, site, n_heads=2)
+    assert "heads instead of 2" in planted(case, n_heads=2).unverified
     case = CASES["a sum of products"]
     (site,) = find_sites(case.model(), case.x())
     for term in site.terms:

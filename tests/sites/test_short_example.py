@@ -4,10 +4,9 @@ import collections
 import copy
 import itertools
 
-import pytest
 import torch
 import torch.nn.functional as F
-from tests.attention import Attention, from_heads
+from tests.attention import Attention, from_heads, to_heads
 from tests.drawing import randint
 from torch import nn
 
@@ -75,20 +74,25 @@ def test_the_beginning_of_two_sequences_is_enough():
     assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("model", "last"),
-    [
-        (lambda: Heads(longer_than_positions), [(2, TOKENS), (2, T)]),
-        (lambda: Heads(twice), [(2, TOKENS), (2, T)]),
-    ],
-)
-def test_what_a_shorter_sequence_does_not_show_is_taken_from_longer_ones(model, last):
-    made = model()
-    assert [*dict.fromkeys(kept(made))] == last
-    whole = find_sites(made, tokens()[:1])  # nothing to shorten in it but the sequence
-    assert [(s.name, s.n_heads) for s in find_sites(made, tokens())] == [
-        (s.name, s.n_heads) for s in whole
-    ]
+def test_what_a_shorter_sequence_does_not_show_is_taken_from_longer_ones():
+    assert [*dict.fromkeys(kept(Heads(longer_than_positions)))] == [(2, TOKENS), (2, T)]
+
+
+class Split(Heads):
+    """Attention with more heads where there are many tokens."""
+
+    def attended(self, x, mask=None):
+        h = H * (2 if x.shape[1] > TOKENS else 1)
+        q, k = (to_heads(p(x), h, H * D // h) for p in (self.q, self.k))
+        return from_heads(F.scaled_dot_product_attention(q, k, k))
+
+
+def test_what_only_all_tokens_show_is_a_site_that_is_not_verified():
+    first, second = find_sites(Heads(twice), tokens())
+    assert (first.verified, second.verified) == (True, False)
+    assert "not seen when its module ran alone" in second.why
+    (site,) = find_sites(Split(), tokens())
+    assert site.unverified == f"the pass showed {2 * H} heads instead of {H}"
 
 
 def test_where_padding_comes_first_the_rows_are_whole():

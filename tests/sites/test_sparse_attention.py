@@ -1,13 +1,10 @@
 """Sparse and compressed attention: the keys that queries reach, and the statistics over them, are those of float64."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from numpy.testing import assert_allclose
-from tests.drawing import randint
 from torch import nn
 
 import qkeel
@@ -98,83 +95,3 @@ def test_a_router_of_experts_is_no_indexer():
             return x + self.experts[best[0]].sum(-2) + self.experts[best[1]].sum(-2)
 
     assert not qkeel.find_sites(Routed(), torch.randn(B, T, M)).indexers
-
-
-# --- The models of transformers
-
-
-@pytest.fixture
-def transformers():
-    library = pytest.importorskip("transformers")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield library
-
-
-def v4(transformers):
-    config = getattr(transformers, "DeepseekV4Config", None)
-    if config is None:
-        pytest.skip("this version has no DeepSeek-V4")
-    sizes = {
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "head_dim": 16,
-        "q_lora_rank": 12,
-        "o_lora_rank": 8,
-    }
-    types = [
-        "sliding_attention",
-        "compressed_sparse_attention",
-        "heavily_compressed_attention",
-    ]
-    settings = config(
-        vocab_size=50, num_hidden_layers=3, o_groups=2, moe_intermediate_size=16, n_routed_experts=4,
-        num_experts_per_tok=2, sliding_window=6, index_n_heads=2, index_head_dim=8, index_topk=2, layer_types=types,
-        compress_rates=dict(zip(types[1:], (4, 8))), num_hash_layers=0, **sizes,
-    )  # fmt: skip
-    settings._attn_implementation = "eager"
-    torch.manual_seed(0)
-    model = transformers.DeepseekV4ForCausalLM(settings)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith("sinks"):
-                p.copy_(torch.tensor([-1.0, 0.0, 2.0, 5.0]))
-            elif "scorer" in name or "indexer" in name:
-                p.normal_(generator=torch.Generator().manual_seed(1))
-    return model
-
-
-def test_deepseek_v4_of_transformers_is_seen_as_its_own_weights_say(
-    transformers,
-):
-    model, ids = (
-        v4(transformers),
-        randint(0, 50, (2, 24), seed=2),
-    )
-    given = []
-    scorer = model.get_submodule("model.layers.1.self_attn.compressor.indexer.scorer")
-    with qkeel.watch(model, stats="all+chosen") as monitor:
-        model(ids)
-        hook = scorer.register_forward_hook(
-            lambda module, args, out: given.append(out.detach().double())
-        )
-        weights = model(ids, output_attentions=True).attentions
-        hook.remove()
-        sample = monitor.sample
-    assert [*sample.types.values()] == ["window", "compressed", "compressed"]
-    for layer, w in enumerate(weights):
-        w = w.detach().double()
-        rest = (1 - w.sum(-1)).clamp_min(0)
-        entropy = torch.special.entr(w).sum(-1) + torch.special.entr(rest)
-        assert_allclose(
-            sample.heads["entropy"][layer], entropy.mean((0, 2)), rtol=1e-4, atol=1e-5
-        )
-        free = (w > 0).sum(-1) > 1
-        first = w.gather(-1, (w > 0).int().argmax(-1, keepdim=True))[..., 0]
-        share = torch.stack([first[:, h][free[:, h]].mean() for h in range(4)])
-        assert_allclose(sample.heads["sink_share"][layer], share, rtol=1e-4, atol=1e-5)
-    (index,) = given
-    reached = torch.arange(index.shape[-1]) < (torch.arange(24)[:, None] + 1) // 4
-    expected = index.masked_fill(~reached, -torch.inf).amax().item()
-    assert sample.heads["index_max_logit"][1, 0] == pytest.approx(expected, rel=1e-5)
-    assert np.isnan(sample.heads["index_max_logit"][[0, 2]]).all()

@@ -6,8 +6,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.attention import Attention, Joint, from_heads, to_heads
-from tests.drawing import randn
+from tests.attention import Joint, to_heads
 from tests.training import sgd, warned
 from torch import Tensor, nn
 
@@ -281,28 +280,38 @@ def test_a_hook_that_the_first_pass_registers_is_there_once_after_a_search():
     assert calls == [1]
 
 
-def weights_by_hand(x):
+def weights_by_hand(x, model):
     (x @ x.mT / 4).softmax(-1)
 
 
-def fused_weights(x):
+def fused_weights(x, model):
     y = to_heads(x, 2, -1)
-    F.scaled_dot_product_attention(y, y, y)
+    F.scaled_dot_product_attention(50 * y, y, y)
 
 
-def weights_without_gradients(x):
+def weights_without_gradients(x, model):
     with torch.no_grad():
         torch.einsum("btd,bsd->bts", x, x).softmax(-1)
 
 
-# Each way with each probe, in places that change with both.
+def a_part_of_the_model(x, model):
+    with torch.no_grad():
+        model[1](3 * x)
+
+
+# Each way with each probe, in places that change with both; and before the whole model.
 PLACES = ["0.qkv", "1.o", "0", "1"]
-WHENS = ["before", "after", "with keywords", "in all", "returned"]
+WHENS = ["before", "after", "with keywords", "after all", "returned"]
 PROBES = [weights_by_hand, fused_weights, weights_without_gradients]
 RECORDERS = [
     (PLACES[(i + j) % 4], when, probe)
     for i, when in enumerate(WHENS)
     for j, probe in enumerate(PROBES)
+]
+RECORDERS += [
+    ("", when, probe)
+    for when in ("before", "before all")
+    for probe in (fused_weights, a_part_of_the_model)
 ]
 
 
@@ -315,7 +324,7 @@ def test_attention_that_a_hook_computes_to_record_it_is_no_layer(place, when, pr
 
         def hook(called, args, *rest):
             if called is module:
-                seen.append(probe(args[0]))
+                seen.append(probe(args[0], model))
 
         def passed_on(called, args, output):
             hook(called, args)
@@ -327,7 +336,8 @@ def test_attention_that_a_hook_computes_to_record_it_is_no_layer(place, when, pr
             "with keywords": functools.partial(
                 module.register_forward_hook, with_kwargs=True
             ),
-            "in all": nn.modules.module.register_module_forward_hook,
+            "before all": nn.modules.module.register_module_forward_pre_hook,
+            "after all": nn.modules.module.register_module_forward_hook,
             "returned": module.register_forward_hook,
         }[when]
         probing = passed_on if when == "returned" else hook
@@ -336,71 +346,18 @@ def test_attention_that_a_hook_computes_to_record_it_is_no_layer(place, when, pr
         # What returns a value runs in a search too.
         assert not seen or when == "returned"
         optimizer = sgd(model)
-        with qkeel.watch(model, optimizer) as monitor:
+        with (
+            warned(QkeelWarning) as said,
+            qkeel.watch(model, optimizer, rules=[]) as monitor,
+        ):
             for _ in range(3):
                 model(x).square().mean().backward()
                 optimizer.step()
+        assert said == []
         assert len(seen) == 3 * is_probed or when == "returned"
         if handle is not None:
             handle.remove()
         assert names == [site.name for site in monitor.sites] == ["0", "1"]
-        return monitor.history.frame()["max_logit"].tolist()
+        return {name: x.tolist() for name, x in monitor.sample.heads.items()}
 
     assert watched(is_probed=True) == watched(is_probed=False)
-
-
-def _probe(x):
-    """Attention of a hook's own, with larger logits than the model's."""
-    q = 50 * to_heads(x.detach(), 4, -1)
-    return from_heads(F.scaled_dot_product_attention(q, q, q))
-
-
-def _watched(hooked):
-    """The numbers and the sites of two watched steps, and what is warned of."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Attention(m=16), Attention(m=16))
-    hook = hooked(model)
-    optimizer = sgd(model)
-    with (
-        warned(QkeelWarning) as said,
-        qkeel.watch(model, optimizer, rules=[]) as monitor,
-    ):
-        for step in range(2):
-            x = randn(2, 6, 16, seed=step)
-            model(x).square().mean().backward()
-            optimizer.step()
-    if hook is not None:
-        hook.remove()
-    return monitor.sample, [site.name for site in monitor.sites], said
-
-
-def _on_the_model(model):
-    model.register_forward_pre_hook(lambda m, args: print(_probe(args[0]).mean()))
-
-
-def _through_a_part(model):
-    def look(m, args):
-        with torch.no_grad():
-            m[1](3 * args[0])
-
-    model.register_forward_pre_hook(look)
-
-
-def _of_every_module(model):
-    kept = []
-
-    def look(m, args):
-        if m is model:
-            kept.append(_probe(args[0]).mean())
-
-    return nn.modules.module.register_module_forward_pre_hook(look)
-
-
-@pytest.mark.parametrize("hooked", [_on_the_model, _through_a_part, _of_every_module])
-def test_what_a_hook_before_the_model_records_is_no_attention_of_the_model(hooked):
-    expected, sites, _ = _watched(lambda model: None)
-    sample, seen, said = _watched(hooked)
-    assert seen == sites == ["0", "1"]
-    assert said == []
-    for name, numbers in sample.heads.items():
-        assert numbers.tolist() == expected.heads[name].tolist(), name

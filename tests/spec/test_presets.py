@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import unicodedata
 
 import pytest
 from tests.each_row import each_row
@@ -20,32 +19,11 @@ from qkeel.spec import (
     Rope,
     Sqrt,
     preset,
-    presets,
 )
-from qkeel.spec.presets import POSITIONS
 
 LATE = Rope(order="rotate_then_norm")
 
 every_preset = each_row("name", PRESETS)
-
-
-def test_every_preset_has_a_line_and_a_source():
-    assert list(presets()) == list(PRESETS)
-    for name, text in presets().items():
-        assert PRESETS[name].line in text
-        assert PRESETS[name].source in text
-        assert len(PRESETS[name].source) > 5, name
-    for name, recipe in POSITIONS.items():
-        assert recipe.source.startswith(("arXiv ", "kexue.fm ")), name
-
-
-@every_preset
-def test_explain_shows_every_part_in_use(name):
-    spec = preset(name)
-    text = spec.explain()
-    for part in (spec.norm, spec.position, spec.scale, spec.normalizer):
-        assert unicodedata.normalize("NFC", part.formula()) in text
-    assert len(text.splitlines()) == 5 + ("tanh" in text)
 
 
 @every_preset

@@ -68,7 +68,7 @@ class Work:
             self.exact.double()
             self.example, self.other = doubled(subject.example), doubled(subject.other)
         self.calls = subject.truth(self.exact, self.example)
-        self.sites = found_sites(self.exact, *self.example)[0]
+        self.sites = found_sites(self.exact, *self.example)
         self.missed = list(getattr(self.sites, "missed", ()))
         self.places, self.unclaimed = claimed(self.sites, self.calls)
 

@@ -126,7 +126,7 @@ def check_checkpoint(
 def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     args, kwargs = arguments(batch, "batch")
     inner = unwrapped(model)
-    sites, _ = found_sites(inner, args, kwargs)
+    sites = found_sites(inner, args, kwargs)
     guard = FaultGuard("looking at attention failed: {}")
     # The mode of the model is not changed: what is judged is what is run, dropout included.
     gates = _GateVisitor()

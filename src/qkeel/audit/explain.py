@@ -68,7 +68,7 @@ def explain(model: nn.Module, batch: object) -> Explanation:
     args, kwargs = arguments(batch, "batch")
     # Two passes, to find the sites and to look at them: what the model stores in them is put back.
     with undisturbed(model):
-        sites, _ = found_sites(model, args, kwargs)
+        sites = found_sites(model, args, kwargs)
         foreign = [site for site in sites if not isinstance(site.module, SpecModule)]
         if not foreign:
             raise RefusedError(

@@ -15,14 +15,14 @@ from torch.overrides import TorchFunctionMode
 
 from qkeel.audit.output_gates import GateMode
 from qkeel.capture.example import copied
-from qkeel.capture.intercept import CapturedCall
+from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.capture.known_sites import KnownSites
 from qkeel.patching.autograd import base_of, inputs_of, variable_of
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.held_objects import tensors_within
 from qkeel.patching.modes import function_name
 from qkeel.sites import AttentionSite, HeadSlice
 from qkeel.sites.search_passes import forward, spread
-from qkeel.sites.site_search import call_observer
 from qkeel.sites.trace import grouped
 
 _PRODUCTS = frozenset({"linear", "addmm", "matmul", "rmatmul", "mm", "einsum"})
@@ -133,7 +133,7 @@ class OnePass:
                 calls[captured.name] = captured
                 gates.captured(captured.name)
 
-        watcher = call_observer(model, sites, keep)
+        watcher = CaptureMode(model, keep, known=KnownSites.of(sites))
         names = {id(p): name for name, p in model.named_parameters() if p.ndim > 1}
         # A pass with a graph that one process makes alone would gather weights.
         has_graph = not spread(model)

@@ -41,10 +41,7 @@ class Rotation:
         dims = f" on {self.dims} of {self.of} dimensions" if is_partial else ""
         if self.base is None:
             return f"RoPE{dims} ({self.pairing}), base unknown ({self.why})"
-        base = f"base {self.base:,.6g}"
-        if is_partial:
-            base += f" counted over these, {self.whole_base:,.3g} over all"
-        return f"RoPE{dims} ({self.pairing}), {base}"
+        return f"RoPE{dims} ({self.pairing}), base {self.base:,.6g}"
 
 
 @final
@@ -170,9 +167,6 @@ class SiteRecipe:
     def _logit(self) -> str:
         logit = f"z = {scale_text(self.scale, self.head_dim)}"
         logit += f" · q·k{' + a bias' if self.bias else ''}"
-        if self.scale and abs(self.query.factor * self.key.factor - 1) > 1e-3:
-            total = scale_text((self.total_scale,), self.head_dim)
-            logit += f" ({total} in total, with the factors on q and k)"
         usual = self.total_scale * math.sqrt(self.head_dim)
         is_normed = self.query.kind != "none" or self.key.kind != "none"
         if abs(usual - 1) > 2e-3 and not is_normed:

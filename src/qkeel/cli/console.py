@@ -120,9 +120,12 @@ def ranking(runs: Sequence[Row]) -> Table:
                 cells.append("–")
                 continue
             cell = f"{_mean([run['val_loss'] for run in of_cell]):.3f}"
-            shares = [run.get("val_accuracy") for run in of_cell]
-            shares = [share for share in shares if share is not None]
-            cell += f", {100 * _mean(shares):.1f} % correct" if shares else ""
+            for field, factor, text in (
+                ("val_accuracy", 100, ", {:.1f} % correct"),
+                ("val_bleu", 1, ", BLEU {:.1f}"),
+            ):
+                values = [run[field] for run in of_cell if run.get(field) is not None]
+                cell += text.format(factor * _mean(values)) if values else ""
             cells.append(f"{cell} ({number(max(run['max_logit'] for run in of_cell))})")
         shown.add_row(escape(remedy), *cells)
     return shown

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import difflib
-import inspect
 import os
 import shlex
 import sys
@@ -139,12 +137,8 @@ def _misread(command: Sequence[str]) -> InvalidValueError:
         return InvalidValueError(
             f"expected -- before the command, to separate its options from qkeel's: {EXAMPLE}"
         )
-    names = list(inspect.signature(watch).parameters)[1:]
-    options = [f"--{name.replace('_', '-')}" for name in names]
-    near = difflib.get_close_matches(first.partition("=")[0], options, n=1, cutoff=0.5)
-    meant = f"did you mean {near[0]}?" if near else f"expected {', '.join(options)}."
     return InvalidValueError(
-        f"unknown option {first} of qkeel watch: {meant} Options of the script go after --"
+        f"unknown option {first} of qkeel watch: `qkeel watch --help` lists its options. Options of the script go after --"
     )
 
 

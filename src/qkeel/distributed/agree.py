@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -116,6 +117,35 @@ def withdraw(name: str) -> None:
 
 
 @final
+class _Connection:
+    """A gloo group and the tensors of its last collectives.
+
+    A thread of the group may hold the tensors for a moment after a collective is done. If it were the last to hold
+    them, it would need Python's lock to delete them, and a thread that waits for the lock while the interpreter ends
+    aborts the process. So Python holds them until the next collective, and until the group's threads have ended.
+    """
+
+    def __init__(self, group: torch_distributed.ProcessGroupGloo) -> None:
+        self._group: torch_distributed.ProcessGroupGloo | None = group
+        self._tensors: list[Tensor] = []
+
+    def holding(self, *tensors: Tensor) -> torch_distributed.ProcessGroupGloo:
+        """Returns the group for a collective of these tensors.
+
+        Raises: RuntimeError if this process has left the group.
+        """
+        if self._group is None:
+            raise RuntimeError("this process has left the group")
+        self._tensors = list(tensors)
+        return self._group
+
+    def close(self) -> None:
+        """Ends the group's threads, which closes its connections, and then drops the tensors."""
+        self._group = None
+        self._tensors = []
+
+
+@final
 class OwnGroup:
     """A gloo group of some processes of a run, apart from the groups of the training.
 
@@ -133,16 +163,17 @@ class OwnGroup:
         members = list(range(world())) if ranks is None else list(ranks)
         store = PrefixStore(f"qkeel/{name}/{members[0]}", process_store())
         self.size = len(members)
-        self._group: torch_distributed.ProcessGroupGloo | None = (
+        self._connection = _Connection(
             torch_distributed.ProcessGroupGloo(
                 store, members.index(rank()), self.size, timedelta(seconds=time_limit())
             )
         )
+        # Also called when the interpreter begins to end.
+        self._finalizer = weakref.finalize(self, self._connection.close)
 
     def close(self) -> None:
         """Leaves the group."""
-        # Its end closes the connections.
-        self._group = None
+        self._finalizer()
 
     def reduce_(self, vector: Tensor, by: Literal["sum", "max"]) -> None:
         """Replaces a vector on the CPU by its sums or maxima over the group.
@@ -155,7 +186,8 @@ class OwnGroup:
             if by == "max"
             else torch_distributed.ReduceOp.SUM
         )  # pyright: ignore
-        self._open().allreduce([vector], options).wait()  # pyright: ignore[reportAttributeAccessIssue]
+        group = self._connection.holding(vector)
+        group.allreduce([vector], options).wait()  # pyright: ignore[reportAttributeAccessIssue]
 
     def gather(self, value: T, subject: str = "") -> list[T]:
         """Returns the value of every process, in rank order. Values travel as pickles, as in `all_gather_object`.
@@ -168,21 +200,18 @@ class OwnGroup:
         """
         encoded = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        work = self._open().allgather([sizes], [torch.tensor([len(encoded)])])  # pyright: ignore
+        size = torch.tensor([len(encoded)])
+        work = self._connection.holding(*sizes, size).allgather([sizes], [size])  # pyright: ignore
         self._warn_while_waiting(work, subject)
         work.wait()
         # gloo gathers tensors of one size.
         longest = max(int(size) for size in sizes)
         padded = torch.nn.functional.pad(encoded, (0, longest - len(encoded)))
         rows = [torch.empty_like(padded) for _ in range(self.size)]
-        self._open().allgather([rows], [padded]).wait()  # pyright: ignore[reportAttributeAccessIssue]
+        group = self._connection.holding(*sizes, size, *rows, padded)
+        group.allgather([rows], [padded]).wait()  # pyright: ignore[reportAttributeAccessIssue]
         # What is behind a pickle's end is ignored.
         return [pickle.loads(bytes(row.numpy())) for row in rows]
-
-    def _open(self) -> torch_distributed.ProcessGroupGloo:
-        if self._group is None:
-            raise RuntimeError("this process has left the group")
-        return self._group
 
     def _warn_while_waiting(self, work: torch_distributed.Work, subject: str) -> None:
         begin, pause = time.monotonic(), 0.0005

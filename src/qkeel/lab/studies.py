@@ -114,7 +114,8 @@ TRANSLATION = Study(
     name="translation",
     line="An encoder–decoder on a few text pairs: remedies on self- and cross-attention × learning rates × seeds.",
     help="The default remedies are none, frozen_qk, the norm of the first QK-norm paper, qk_norm and lalr:tau=0.1, "
-    "at learning rates of 0.003, 0.01, 0.03 and 0.1, on 1000 pairs of 48 bytes. Finished runs are kept, interrupted "
+    "at learning rates of 0.003, 0.01, 0.03 and 0.1, on 1000 pairs of 48 bytes. If sacrebleu is installed, the BLEU of "
+    "greedy decoding is reported beside the loss. Finished runs are kept, interrupted "
     "runs resume, and more runs can be added later.",
     grid=TRANSLATION_GRID,
     runs=parts,

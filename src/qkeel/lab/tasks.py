@@ -91,6 +91,10 @@ class Task(abc.ABC):
         """Returns the class of each input token [n t], as an index into `classes`."""
         return torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
 
+    def decoded(self, model: nn.Module, examples: Examples) -> dict[str, float]:
+        """Returns what is measured once, after training, because it needs the model's own output token by token."""
+        return {}
+
 
 @final
 class VisionTask(Task):
@@ -355,12 +359,37 @@ class TranslationTask(Task):
     def heldout(self, count: int) -> Examples:
         return _translation_examples(self._heldout[:count])
 
+    def decoded(self, model: nn.Module, examples: Examples) -> dict[str, float]:
+        """Returns the BLEU of greedy decoding, if sacrebleu is installed; `pip install sacrebleu`."""
+        try:
+            import sacrebleu  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            return {}
+        length = self.config.data.context
+        # All positions stand in the sequence from the start: those of queries in cross-attention count from its end.
+        tokens = examples.inputs.clone()
+        tokens[:, length + 1 :] = 0
+        translation = torch.zeros_like(examples.targets)
+        for i in range(length):
+            translation[:, i] = model(tokens)[:, i, :BEGIN_TRANSLATION].argmax(-1)
+            # What is still to come is 0, and not yet visible.
+            tokens[:, length + 1 :] = translation[:, :-1]
+        translations, references = _texts(translation), _texts(examples.targets)
+        return {
+            "val_bleu": float(sacrebleu.corpus_bleu(translations, [references]).score)
+        }
+
     def build(self, generator: torch.Generator) -> nn.Module:
         model = build_translator(
             self.config.model, self.corpus.vocab_size, self.config.data.context
         )
         model.init_weights(generator)
         return model
+
+
+def _texts(tokens: Tensor) -> list[str]:
+    """Returns each row of bytes as text; Latin-1 has a character for every byte, so no translation is unreadable."""
+    return [bytes(row).decode("latin-1") for row in tokens.tolist()]
 
 
 def _translation_examples(sources: np.ndarray) -> Examples:

@@ -25,6 +25,7 @@ from qkeel.lab.run_record import (
     Watcher,
     heldout_numbers,
     mark_failed,
+    measuring,
     probe,
     remembered,
     token_loss,
@@ -110,7 +111,11 @@ def train(record: RunRecord) -> None:
         record.count(time.perf_counter() - start)
         if is_logged and numbers is not None:
             statistics = measure_probe(state, before)
-            held = evaluate(state) if record.wants_held(*numbers) else {}
+            held = (
+                evaluate(state, decode=record.over)
+                if record.wants_held(*numbers)
+                else {}
+            )
             record.write(numbers, statistics, held)
         must_stop = not record.over and record.watcher.should_stop()
         # A run that stopped at a loss that is not finite keeps its last sound checkpoint.
@@ -186,8 +191,13 @@ def measure_probe(state: RunState, before: Sequence[Seen] = ()) -> ProbeStatisti
         return probe(state.model, inputs, classes, before)
 
 
-def evaluate(state: RunState) -> dict[str, float]:
-    """Returns the held-out losses of a run, with NaN for values that are not finite."""
+def evaluate(state: RunState, *, decode: bool = False) -> dict[str, float]:
+    """Returns the held-out losses of a run, with NaN for values that are not finite.
+
+    Args:
+        state: the run.
+        decode: whether to measure also what the task's `decoded` measures, such as BLEU.
+    """
     with autocast(state.config):
         numbers = heldout_numbers(
             state.model,
@@ -195,6 +205,9 @@ def evaluate(state: RunState) -> dict[str, float]:
             4 * state.config.data.batch,
             state.task,
         )
+        if decode:
+            with measuring(state.model):
+                numbers |= state.task.decoded(state.model, state.heldout)
     return {
         name: value if math.isfinite(value) else math.nan
         for name, value in numbers.items()

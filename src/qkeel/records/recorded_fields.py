@@ -515,6 +515,9 @@ TASK_FIELDS: dict[str, Field] = {
     "val_accuracy": Field(
         "share", "share of held-out images whose class has the largest logit"
     ),
+    "val_bleu": Field(
+        "BLEU", "sacrebleu's BLEU of greedy decoding on held-out texts, after training"
+    ),
     "query_norm": Field(
         "1",
         "mean L2 norm of the class's queries as they enter the dot product, over heads and layers",

@@ -50,8 +50,9 @@ from qkeel.remedies.step_remedy import StepRemedy
 from qkeel.remedies.untrained_parameters import notice_untrained
 from qkeel.remedies.weights_in_use import check_weights_in_use
 from qkeel.sites.find import bound, found_sites
+from qkeel.sites.search_passes import spread
 from qkeel.sites.site import AttentionSite, Sites
-from qkeel.sites.site_search import Kept, ModelTrace, run_once
+from qkeel.sites.site_search import run_once
 
 GIVE_BATCH = "For apply: qkeel.apply(model, {!r}, optimizer, batch=batch), with a batch that the model accepts"
 
@@ -122,23 +123,14 @@ def _apply_all(
 
     Sites are found once, and again for the next remedies after a remedy that changes them. A remedy that has not itself
     run the model is followed by one pass, which checks that the model still runs."""
-    # No more than the remedies read, since graphs and calls hold tensors of every layer.
-    keeps: Kept = "graphs" if any(x.reads_graph for x in remedies) else "calls"
-    if all(remedy.on_steps for remedy in remedies):
-        keeps = "sites"
-    sites, trace = (
-        (known, None)
-        if known is not None
-        else _sites(remedies[0], bare, keeps=keeps)
-        if remedies
-        else (Sites(), None)
-    )
+    sites = Sites() if known is None else known
+    if known is None and remedies:
+        sites = _sites(remedies[0], bare)
     check_peers(bare.model, sites)
     for remedy in remedies:
         target_of_all = dataclasses.replace(
             bare,
             sites=remedy.chosen(sites),
-            trace=None if remedy.on_steps else trace,
             all_sites=sites,
         )
         agreed(
@@ -162,8 +154,8 @@ def _apply_all(
                 pass
             # Remedies that follow or are active already need the sites.
             elif remedy is not remedies[-1] or active_remedies(bare.model):
-                sites, trace = _sites(remedy, bare, keeps=keeps)
-            elif trace is not None and not remedy.changes_spec:
+                sites = _sites(remedy, bare)
+            elif any(bare.batch) and not (remedy.changes_spec or spread(bare.model)):
                 run_once(bare.model, *bare.batch)
             _check_others(remedy, sites)
         # After an interrupt too: the model must not stay half changed.
@@ -313,13 +305,11 @@ def _drop_all(modules: Sequence[weakref.ref[nn.Module]], remedy: Remedy) -> None
             drop(module, lambda active: active is remedy)
 
 
-def _sites(
-    remedy: Remedy, bare: Target, *, keeps: Kept
-) -> tuple[Sites, ModelTrace | None]:
-    """Returns the sites of a model, and the trace of the pass that revealed them, if there was one and it is kept."""
+def _sites(remedy: Remedy, bare: Target) -> Sites:
+    """Returns the sites of a model."""
     args, kwargs = bare.batch
     try:
-        return found_sites(bare.model, args, kwargs, keeps=keeps)
+        return found_sites(bare.model, args, kwargs)
     except RefusedError as error:
         if args or kwargs:
             raise

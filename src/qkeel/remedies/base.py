@@ -24,7 +24,6 @@ from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.forward import extra_pass
 from qkeel.remedies.optimizer_trials import check_one_optimizer, innermost
 from qkeel.sites.site import APPLIED, AttentionSite, HeadSlice
-from qkeel.sites.site_search import ModelTrace, seen
 
 #: Heads by site name; () for all heads of a site.
 HeadsBySite = tuple[tuple[str, tuple[int, ...]], ...]
@@ -46,8 +45,6 @@ class Target:
     batch: Arguments = ((), {})
     #: tokens per training sequence, for formulas that need it
     train_length: int | None = None
-    #: the pass that revealed the sites; None if all are qkeel's own, or were given
-    trace: ModelTrace | None = None
     #: all attention of the model; `sites` may be a part of it
     all_sites: Sequence[AttentionSite] = ()
 
@@ -56,11 +53,6 @@ class Target:
         """The name of `batch` in version 0.1.0."""
         warn("write target.batch, which was called example", stacklevel=2)
         return self.batch
-
-    def seen(self) -> ModelTrace:
-        """Returns the trace of the pass that revealed the sites, or else the trace of a pass on the batch."""
-        args, kwargs = self.batch
-        return self.trace or seen(self.model, args, kwargs)
 
     def parameter(self, name: str) -> nn.Parameter:
         """Returns a parameter of the model by qualified name."""
@@ -132,7 +124,6 @@ class Remedy(abc.ABC):
         on_attention: True if the remedy changes all attention in the model.
         changes_spec: True if the remedy gives sites a new spec. Before it becomes active, it runs the sites' calls
             under this spec.
-        reads_graph: True if it asks from which weights the values, or what follows attention, are computed.
     """
 
     name: ClassVar[str]
@@ -143,7 +134,6 @@ class Remedy(abc.ABC):
     may_be_zero: ClassVar[tuple[str, ...]] = ()
     on_attention: ClassVar[bool] = True
     changes_spec: ClassVar[bool] = False
-    reads_graph: ClassVar[bool] = False
 
     __slots__ = ()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from qkeel.capture.calls import HeadLayout, ScoresCall
+from qkeel.capture.calls import HeadLayout
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.handle import Handle
 from qkeel.patching.module_forward import forwards_of
@@ -18,7 +18,6 @@ from qkeel.remedies.changed_call import ChangedCalls, PlacedChange, changed
 from qkeel.remedies.site_scale import base_spec, constant_factor
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.site_search import run_once
-from qkeel.sites.trace import is_product
 from qkeel.spec import AttentionSpec
 from qkeel.spec.slot import ParameterSizes
 
@@ -33,7 +32,7 @@ def change_calls(
 ) -> Iterator[Handle]:
     """Replaces the attention calls of modules, and checks in one pass on the example that all of them were replaced."""
     # On the unchanged model: a changed call no longer shows its mask.
-    _check_masks(target, sites)
+    _check_scores(sites)
     sites_of: dict[int, list[AttentionSite]] = {}
     for site in sites:
         sites_of.setdefault(id(site.module), []).append(site)
@@ -48,25 +47,14 @@ def change_calls(
         _check_pass(target, changed_modules)
 
 
-def _check_masks(target: Target, sites: list[AttentionSite]) -> None:
+def _check_scores(sites: list[AttentionSite]) -> None:
     """Raises RefusedError unless hidden pairs can be told from low logits by their scores alone, which is all that
     reaches the softmax of hand-written attention."""
-    unchanged = [site for site in sites if _calls_under_change(site.module) is None]
-    trace = target.seen() if unchanged else None
-    for site in unchanged:
-        assert trace is not None
-        call = None
-        if site.name in trace.calls:
-            call = trace.calls[site.name][0].call
-        if isinstance(call, ScoresCall) and call.sink is not None:
+    for site in sites:
+        if site.unclear_scores and _calls_under_change(site.module) is None:
             raise RefusedError(
-                f"{where(site)}: a sink, or another column that is no key, is joined to the scores before the softmax, "
-                "where it can't be told from a key; use the model's fused attention, or qk_clip or lalr"
-            )
-        if reason := trace.unclear_masks.get(site.name):
-            raise RefusedError(
-                f"{where(site)}: {reason}, and the softmax of hand-written attention can't tell what a mask hides from "
-                "a low logit; write the mask with -inf, use the model's fused attention, or use qk_clip or lalr"
+                f"{where(site)}: {site.unclear_scores}, so the softmax of hand-written attention can't tell which scores "
+                "count; write masks with -inf, use the model's fused attention, or use qk_clip or lalr"
             )
 
 
@@ -191,19 +179,14 @@ def _check_calls(
         calls.low = min(calls.low, max(masked) / 2)
 
 
-def refuse_added_scores(
-    remedy: str, target: Target, sites: list[AttentionSite]
-) -> None:
+def refuse_added_scores(remedy: str, sites: list[AttentionSite]) -> None:
     """Raises RefusedError if a factor on q·k would also scale a term that is added to it.
 
     Written-out attention passes only the sum to the softmax, and this sum may include a bias or a cap."""
-    calls = target.seen().calls if sites else {}
     for site in sites:
-        call = calls[site.name][0].call if site.name in calls else None
-        is_sum = isinstance(call, ScoresCall) and not is_product(call)
         # The model's own cap is applied before the new scale; a cap that qkeel added is applied after it.
         is_own = _calls_under_change(site.module) is None
-        if is_own and (is_sum or site.spec.cap.kind != "none"):
+        if is_own and (site.is_sum or site.spec.cap.kind != "none"):
             raise RefusedError(
                 f"{remedy} at {where(site)}: a bias or a cap is in the scores before the softmax, where it can't be "
                 "separated from q·k; use the model's fused attention (attn_implementation='sdpa')"

@@ -85,15 +85,10 @@ class HeadWeights:
                 is_frozen and any(tensor is not None for tensor in self.tensors[:n])
             ):
                 kinds = ", ".join(type(x).__name__ for x in optimizers)
-                these = (
-                    f"none of these optimizers ({kinds}) holds"
-                    if len(optimizers) > 1
-                    else f"this {kinds} does not hold"
-                )
                 raise RefusedError(
-                    f"{remedy} acts on steps of {self.slices[i].parameter}, which {these}; pass the optimizer that "
-                    "does, or a list of all. An optimizer of copies of the weights does not: use float32 weights under "
-                    "autocast"
+                    f"{remedy} acts on steps of {self.slices[i].parameter}, which no optimizer that was given ({kinds}) "
+                    "holds; pass the optimizer that does, or a list of all. An optimizer of copies of the weights does "
+                    "not: use float32 weights under autocast"
                 )
         self.counts = [s.n for s in self.slices]
         #: The optimizers that hold any of these, each once.

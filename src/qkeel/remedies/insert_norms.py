@@ -12,7 +12,8 @@ from typing import ClassVar, Literal, cast, final
 import torch
 from torch import nn
 
-from qkeel.capture.intercept import CapturedCall
+from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.capture.known_sites import KnownSites
 from qkeel.errors import RefusedError, check_known
 from qkeel.functional.norms import widest
 from qkeel.handle import Handle
@@ -39,7 +40,7 @@ from qkeel.remedies.spec_remedy import (
     refuse_unseen,
 )
 from qkeel.sites.site import AttentionSite, HeadSlice
-from qkeel.sites.site_search import call_observer, run_once
+from qkeel.sites.site_search import run_once
 from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import GainKind, GainNorm, NormedPart, On, Over
@@ -123,7 +124,7 @@ class ChangeNorm(ChangeSpec):
                 site.unscaled, "use softcap, which bounds the input of the softmax"
             )
         if refusal is None and norm.kind == "l2":
-            return refuse_scale(self.name, base_spec(site).scale)
+            return refuse_scale(base_spec(site).scale)
         return refusal
 
     def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
@@ -152,13 +153,10 @@ class ChangeNorm(ChangeSpec):
     ) -> dict[str, SourcesBySide]:
         """Returns the modules that produce the heads of each site, without the sites whose call is to be replaced."""
         plans = {}
-        values = target.seen().value_slices() if sites and "v" in self.sides else {}
         for site in sites:
             try:
                 self._refuse_shared(target, site)
-                plans[site.name] = self._sources(
-                    target, site, values.get(site.name, "")
-                )
+                plans[site.name] = self._sources(target, site)
             except RefusedError as error:
                 unseen = refuse_unseen(site)
                 # Between projection and product torch's module does nothing, so there any norm may stand in the call.
@@ -186,22 +184,19 @@ class ChangeNorm(ChangeSpec):
                             f"{s.parameter} makes the {SIDES[side]} and the {SIDES[other_side]} at once"
                         )
 
-    def _sources(
-        self, target: Target, site: AttentionSite, values: tuple[HeadSlice, ...] | str
-    ) -> SourcesBySide:
-        """Returns the module that produces each side. values: the last weights on the path to the values, or why they are
-        unknown."""
+    def _sources(self, target: Target, site: AttentionSite) -> SourcesBySide:
+        """Returns the module that produces each side."""
         plan: SourcesBySide = {}
         for side in self.sides:
             ways = [
                 (term.query if side == "q" else term.key)[-1] for term in site.terms
             ]
             if side == "v":
-                if isinstance(values, str):
+                if not site.value_weights:
                     raise RefusedError(
-                        f"it is not known which weights produce the values ({values}); use qk_norm"
+                        "it is not known which weights produce the values; use qk_norm"
                     )
-                ways = list(values)
+                ways = list(site.value_weights)
             plan[side] = heads_of(target.model, site, side, ways)
         return plan
 
@@ -299,20 +294,20 @@ class ChangeNorm(ChangeSpec):
         for projection in placed:
             projection.seen = []
         try:
-            observer = call_observer(target.model, sites, note, target.trace)
+            known = KnownSites.of(sites)
+            observer = CaptureMode(target.model, note, known=known)
             run_once(target.model, *target.batch, observer)
         finally:
             sizes = [{*(projection.seen or [0])} for projection in placed]
             for projection in placed:
                 projection.seen = None
-        unseen = [site.name for site in sites if site.name not in faults]
-        if unseen or sizes != [{projection.size} for projection in placed]:
+        if sizes != [{projection.size} for projection in placed]:
             raise RefusedError(
-                f"{self.name}: a norm on the output of the projections of {unseen or [s.name for s in sites]} does not "
-                "affect the attention scores, because something other than the module that holds the weights uses them"
+                f"{self.name}: a norm on the output of a projection does not affect the attention scores, because "
+                "something other than the module that holds the weights uses them"
             )
         for site in sites:
-            if fault := faults[site.name]:
+            if fault := faults.get(site.name, "its attention was not seen"):
                 raise RefusedError(
                     f"{self.name} at {where(site)}: after the norm of the projection, {fault}. An operation in between "
                     "(a sum of several outputs, an activation, a gate, pooling) changes their length, or the scores are "

@@ -48,7 +48,7 @@ class OneSlot(ChangeSpec):
     ) -> Iterator[Handle]:
         # The factor must scale q·k but no added bias.
         if self.slot == "scale":
-            refuse_added_scores(self.name, target, sites)
+            refuse_added_scores(self.name, sites)
         yield from ChangeSpec.change_others(self, target, sites)
 
 

@@ -54,10 +54,9 @@ def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
         )
     modules = _observed(target)
     if len(modules) != 1:
-        description = f"several ({', '.join(modules)})" if modules else "none"
         raise RefusedError(
-            f"{remedy} changes the module whose output is the model's floating-point output [... vocabulary], but "
-            f"this {type(target.model).__name__} has {description}. Name the module: apply(model, {remedy!r}, "
+            f"{remedy} changes the module whose output is the model's floating-point output [... vocabulary]; this "
+            f"{type(target.model).__name__} has {modules or 'none'}. Name the module: apply(model, {remedy!r}, "
             "module='lm_head')"
         )
     return target.model.get_submodule(modules[0])

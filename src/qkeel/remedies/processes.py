@@ -38,12 +38,10 @@ def check_wrapper(model: nn.Module, remedies: Sequence[Remedy]) -> None:
             "remedy that changes the model, such as qk_norm or softcap, applied before deepspeed.initialize"
         )
     if dist.hides_weights(model):
-        way = ", or apply the remedy before wrapping"
-        if any(remedy.on_steps for remedy in remedies):
-            way = ": fully_shard(module) for each module that is wrapped now"
         raise RefusedError(
             "this model is wrapped in FullyShardedDataParallel, which flattens its parameters, so the weights of heads "
-            f"cannot be known. Use torch.distributed.fsdp.fully_shard{way}"
+            "cannot be known. Use torch.distributed.fsdp.fully_shard(module) for each module that is wrapped now, or apply "
+            "a remedy that changes the model, such as qk_norm, before wrapping"
         )
 
 
@@ -87,14 +85,11 @@ def check_added(
     if not new:
         return handle
     first = next(iter(new))
-    count = f" and {len(new) - 1} more" if len(new) > 1 else ""
-    wrapper, reduced = (
-        "ZeRO" if zero else dist.wrapped_by(model),
-        dist.gathered_axes(model),
-    )
+    wrapper = "ZeRO" if zero else dist.wrapped_by(model)
+    reduced = dist.gathered_axes(model)
     if wrapper and not all(id(p) in reduced for p in new.values()):
         raise RefusedError(
-            f"{remedy} adds parameters ({first}{count}) to a model that {wrapper} has already spread across "
+            f"{remedy} adds parameters ({first}, …) to a model that {wrapper} has already spread across "
             "processes: their gradients would not be averaged, and the processes would diverge. Apply it before the "
             "model is wrapped or split, and create the optimizer after that"
         )

@@ -414,17 +414,12 @@ class _Clip:
         largest, factor = float(row[number]), float(asked[number])
         heads = [(site, i) for site in self.sites for i in range(site.n_heads)]
         site, head = heads[number]
-        cause = (
-            "Something"
-            if self.remedy.steps == "matched"
-            else "Either the optimizer's steps are as large as its weights, and make them anew after each clip: take "
-            "steps=matched, or a lower rate. Or something"
-        )
         caution(
             f"qk_clip does not bring {where(site)}, head {head}, under {self.remedy.threshold:g}: its largest logit is "
-            f"still {largest:,.4g} after clips by {factor:.1g} in a row. {cause} is in its logits that the "
-            "clipped weights do not make, such as a constant that is joined to q and k: each clip shrinks what they "
-            "do make, so remove() the handle, and limit its steps with lalr"
+            f"still {largest:,.4g} after clips by {factor:.1g} in a row. Either the optimizer's steps are as large as its "
+            "weights, and make them anew after each clip: take steps=matched, or a lower rate. Or something is in its "
+            "logits that the clipped weights do not make, such as a constant that is joined to q and k: each clip shrinks "
+            "what they do make, so remove() the handle, and limit its steps with lalr"
         )
 
     def _without_spared(self, row: Tensor) -> Tensor:

@@ -38,7 +38,6 @@ class QKVNorm(ChangeNorm):
     drop_pre_norm: bool = True
 
     sides = ("q", "k", "v")
-    reads_graph = True
     name = "qkv_norm"
     line = "normalises queries, keys and values after the projection, and drops the norm before it"
     source = "Rybakov et al. 2024, arXiv 2410.16682, section 3"

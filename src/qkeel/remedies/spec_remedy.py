@@ -69,14 +69,13 @@ def refuse_norm(site: AttentionSite, norm: Norm) -> Refusal | None:
     return None
 
 
-def refuse_scale(remedy: str, scale: Scale) -> Refusal | None:
+def refuse_scale(scale: Scale) -> Refusal | None:
     """Refuses unit vectors if the scale is not 1/√d, up to a position-dependent factor."""
     if scale.base == InverseSqrt():
         return None
-    alternative = "qk_norm" if remedy == "cosine" else "kind=rms"
     return Refusal(
         f"unit vectors need their own scale in place of 1/√d, and this site has the scale {scale.base.formula()}",
-        f"use {alternative}, which keeps the scale, or build the model with the spec you want",
+        "use qk_norm or key_norm with kind=rms, which keeps the scale, or build the model with the spec you want",
     )
 
 

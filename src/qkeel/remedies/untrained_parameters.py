@@ -50,10 +50,9 @@ def notice_untrained(
         if steps < _STEPS or parameter.grad is None:
             return
         if torch.equal(parameter, start) and bool(parameter.grad.any()):
-            more = f" and {len(added) - 1} more" if len(added) > 1 else ""
             caution(
-                f"{name}{more}, which {remedy} has added, do not train: no optimizer holds them. Make the optimizer "
-                "after the remedy, or pass the one that is there as optimizer="
+                f"the {len(added)} parameters that {remedy} has added, {name} first, do not train: no optimizer holds "
+                "them. Make the optimizer after the remedy, or pass the one that is there as optimizer="
             )
 
     hook = first.register_post_accumulate_grad_hook(on_gradient)

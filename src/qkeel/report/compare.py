@@ -31,9 +31,11 @@ class Difference:
                 if math.isfinite(self.mean)
                 else "a value is not finite"
             )
+        seeds = h.count(self.n, "seed")
         if math.isinf(self.effect.high):
-            return f"the same in each of {h.count(self.n, 'seed')}"
-        return f"{h.signed(self.effect.low)} to {h.signed(self.effect.high)}, {h.count(self.n, 'seed')}"
+            return f"the same in each of {seeds}"
+        low, high = h.signed(self.effect.low), h.signed(self.effect.high)
+        return f"{low} to {high}, {seeds}"
 
     @property
     def clear(self) -> bool:

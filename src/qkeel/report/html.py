@@ -92,7 +92,10 @@ def listing(words: Sequence[str]) -> str:
     >>> listing(["a", "b", "c"])
     'a, b and c'
     """
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+    if len(words) < 2:
+        return "".join(words)
+    *others, last = words
+    return f"{', '.join(others)} and {last}"
 
 
 # Per run.
@@ -132,8 +135,10 @@ def thin(heights: Sequence[float | None], limit: int = MAX_RECORDS) -> list[int]
     # `limit` - 1 edges bound `limit` - 2 intervals, as the first and the last record stay in any case.
     edges = np.linspace(1, len(heights) - 1, limit - 1).astype(int).tolist()
     # The largest value of each interval preserves spikes, which averaging would hide.
-    peaks = [a + int(levels[a:b].argmax()) for a, b in itertools.pairwise(edges)]
-    return [0, *peaks, len(heights) - 1]
+    indices = [0]
+    for start, end in itertools.pairwise(edges):
+        indices.append(start + int(levels[start:end].argmax()))
+    return [*indices, len(heights) - 1]
 
 
 # Tables of a page, sortable by the numbers in their cells.

@@ -42,9 +42,13 @@ def study_page(study: StudyData) -> dict[str, object]:
     in_parts = len(drawn) > 1
     long_table = long_cells(study)
     table = _long_table(study, long_table) if long_table else _table(study)
-    versions = sorted({str(run.env.get("qkeel") or "") for run in study.runs} - {""})
-    origin = f" from runs of version {h.listing(versions)}" if versions else ""
-    commands = dict.fromkeys(str(run.env.get("command") or "") for run in study.runs)
+    commands = dict[str, None]()
+    for run in study.runs:
+        if run.env.get("command"):
+            commands[str(run.env["command"])] = None
+    data = chart_data(study)
+    if in_parts:
+        data = {"parts": {name: chart_data(part) for name, part in drawn.items()}}
     return {
         "template": "study.html",
         "title": heading(study),
@@ -53,16 +57,13 @@ def study_page(study: StudyData) -> dict[str, object]:
         "cautions": _cautions(study),
         "charts": present,
         "in_parts": in_parts,
-        "course": _course(study),
         "table": table if table.rows else None,
         "note": _LONG_NOTE if long_table else _note(study),
         "facts": _provenance(study),
-        "again": study.command or "\n".join(filter(None, commands)),
-        "data": {"parts": {name: chart_data(part) for name, part in drawn.items()}}
-        if in_parts
-        else chart_data(study),
+        "again": study.command or "\n".join(commands),
+        "data": data,
         "drawing": "charts.js",
-        "made": f"Made by qkeel{origin}.",
+        "made": "Made by qkeel.",
     }
 
 
@@ -146,8 +147,9 @@ def _cautions(study: StudyData) -> list[str]:
     left = Counter(run.status for run in study.runs if run.row is None)
     if left:
         states = h.listing([f"{n} {status}" for status, n in left.items()])
+        runs = h.count(len(study.runs), "run")
         cautions.append(
-            f"{left.total()} of {h.count(len(study.runs), 'run')} have no result and appear in no number: {states}. "
+            f"{left.total()} of {runs} have no result and appear in no number: {states}. "
             "The same command runs and resumes them; the file FAILED in the directory of a failed run says why it failed."
         )
     return cautions
@@ -168,18 +170,6 @@ def charts(study: StudyData) -> list[str]:
         **dict.fromkeys(("logits", "entropy", "train"), bool(runs)),
     }
     return [name for name, has_data in present.items() if has_data]
-
-
-def _course(study: StudyData) -> str:
-    """Returns what has to be known about the lines of single runs."""
-    notes = []
-    if any(len(run.metrics) > h.MAX_RECORDS for run in study.runs):
-        notes.append(
-            f"Long runs are drawn with {h.MAX_RECORDS} records, which include the peaks of the logit."
-        )
-    if any(run.metrics and run.row is None for run in study.runs):
-        notes.append("A line that stops early is a run that failed or is not finished.")
-    return " ".join(notes)
 
 
 def chart_data(study: StudyData) -> dict[str, object]:
@@ -255,6 +245,7 @@ def _accuracy_curves(study: StudyData) -> dict[str, object]:
 # Columns that only some tasks have, with the number that they show or the two numbers whose ratio they show.
 _TASK_COLUMNS: Mapping[str, Sequence[str]] = {
     "Held-out accuracy": ["val_accuracy"],
+    "BLEU": ["val_bleu"],
     "Image loss": ["val_loss/image"],
     "Caption loss": ["val_loss/caption"],
     "Text loss": ["val_loss/text"],
@@ -390,9 +381,6 @@ def swatch(study: StudyData, remedy: str) -> h.Swatch:
 
 # Provenance.
 
-# Of one kind in the provenance; further values are counted.
-_MAX_VALUES = 8
-
 # Where each fact is found: in the environment or the configuration of a run.
 _FACTS: Mapping[str, Sequence[str]] = {
     "qkeel": ("env", "qkeel"),
@@ -449,9 +437,6 @@ def _provenance(study: StudyData) -> dict[str, list[str]]:
     for name in _FACTS:
         values = list(dict.fromkeys(_fact(run, name) for run in study.runs))
         values = [value for value in values if value]
-        more = len(values) - _MAX_VALUES
-        if more > 0:
-            values[_MAX_VALUES:] = [f"and {h.count(more, 'more value')}"]
         if values:
             facts[name] = values
     return facts

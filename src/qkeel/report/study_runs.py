@@ -220,11 +220,9 @@ def _row(summary: Row, run: RunData) -> Row:
 
 def as_number(value: object) -> float:
     """Returns a recorded number as a float; NaN for null, text and booleans."""
-    return (
-        float(value)
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-        else math.nan
-    )
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return math.nan
+    return float(value)
 
 
 def _distinct(runs: Sequence[RunData]) -> list[RunData]:

@@ -126,14 +126,19 @@ def fix(run: Watched) -> list[str]:
 
     The list is empty if there is nothing to do or if an autopilot is already active.
     """
-    lines = [str(a["remedy"]) for a in _grave(run.alarms) if a.get("remedy")]
-    if run.acted or not lines:
+    if run.acted:
         return []
-    applied = _APPLY.search(lines[0])
-    watcher, dashes, command = str(run.env.get("watcher") or "").partition(" -- ")
-    if applied is None or not dashes:
-        return [lines[0]]
-    return [f"{watcher} --apply {applied[1]} -- {command}", lines[0]]
+    for alarm in _grave(run.alarms):
+        line = str(alarm.get("remedy") or "")
+        if not line:
+            continue
+        applied = _APPLY.search(line)
+        typed = str(run.env.get("watcher") or "")
+        watcher, dashes, command = typed.partition(" -- ")
+        if applied is None or not dashes:
+            return [line]
+        return [f"{watcher} --apply {applied[1]} -- {command}", line]
+    return []
 
 
 def cautions(run: Watched) -> list[str]:
@@ -500,7 +505,8 @@ def _text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_text(inner)}" for key, inner in value.items())
+        parts = [f"{key} {_text(inner)}" for key, inner in value.items()]
+        return ", ".join(parts)
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_text, value))
     return f"{value:,}" if isinstance(value, int) else str(value)

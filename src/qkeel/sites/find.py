@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qkeel import distributed as dist
 from qkeel.capture.example import ForwardArguments, arguments
@@ -39,7 +39,7 @@ from qkeel.sites.site import (
     rows,
     within,
 )
-from qkeel.sites.site_search import Kept, ModelTrace, traced
+from qkeel.sites.site_search import sites_in_pass
 
 # Several models that are watched as one, such as the pipeline stages of one process. Each of them has a name.
 
@@ -245,14 +245,11 @@ def find_sites(model: nn.Module, batch: object = None) -> Sites:
     >>> [(site.n_heads, site.query[0].parameter, site.query[0].index[1].tolist()) for site in sites]
     [(2, 'in_proj_weight', [4, 5, 6, 7])]
     """
-    return found_sites(model, *(((), {}) if batch is None else arguments(batch)))[0]
+    return found_sites(model, *(((), {}) if batch is None else arguments(batch)))
 
 
-def found_sites(
-    model: nn.Module, args: Args, kwargs: Kwargs, *, keeps: Kept = "sites"
-) -> tuple[Sites, ModelTrace | None]:
-    """The sites of a model, and the trace of the pass in which they were found, if it `keeps` more than sites. The trace
-    is None if there is no example, if the model is split across processes, or if it is on the meta device."""
+def found_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:
+    """The sites of a model that is called with these arguments; without any, those of qkeel's own modules."""
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(
             f"expected a torch.nn.Module to find attention in, got {type(model).__name__}"
@@ -260,12 +257,11 @@ def found_sites(
     if args or kwargs:
         if spread(model):
             by_all = functools.partial(_searched_by_all, model, args, kwargs)
-            return dist.agree(SEARCH, by_all, _unverified), None
+            return dist.agree(SEARCH, by_all, _unverified)
         if any(p.is_meta for p in model.parameters()):
-            return bound(_searched(_with_values(model), args, kwargs)[0], model), None
+            return bound(_searched(_with_values(model), args, kwargs), model)
         with whole_weights(model):
-            sites, trace = _searched(model, args, kwargs, keeps=keeps)
-            return sites, None if keeps == "sites" else trace
+            return _searched(model, args, kwargs)
     own = own_sites(model)
     if not own:
         takes = inspect.signature(model.forward)
@@ -274,21 +270,19 @@ def found_sites(
             f"in {sum(1 for _ in model.modules())} modules. Attention of any other kind is found by observing one "
             f"forward pass: qkeel.find_sites(model, batch), with a batch of the arguments of forward{takes}."
         )
-    return Sites(own), None
+    return Sites(own)
 
 
-def _searched(
-    model: nn.Module, args: Args, kwargs: Kwargs, *, keeps: Kept = "sites"
-) -> tuple[Sites, ModelTrace]:
+def _searched(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:
     own = own_sites(model)
-    trace = traced(model, args, kwargs, expected=not own, keeps=keeps)
-    return Sites([*own, *trace.sites], trace.sites.missed, trace.sites.indexers), trace
+    sites = sites_in_pass(model, args, kwargs, expected=not own)
+    return Sites([*own, *sites], sites.missed, sites.indexers)
 
 
 def _searched_by_all(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:
     dist.gather_messages(SEARCH, "begins")
     with whole_weights(model):
-        return _searched(model, args, kwargs)[0]
+        return _searched(model, args, kwargs)
 
 
 def _unverified(sites: Sites) -> str:
@@ -301,31 +295,26 @@ def _unverified(sites: Sites) -> str:
 
 
 def _with_values(model: nn.Module) -> nn.Module:
-    """A copy on the CPU in which tensors on the meta device are replaced by random ones, shared tensors by the same
-    one. Integers become 0 and booleans True, so that a mask among them hides nothing."""
+    """A copy on the CPU in which tensors on the meta device are replaced by random ones. Integers become 0 and booleans
+    True, so that a mask among them hides nothing."""
     copied = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)
-    drawn: dict[int, tuple[Tensor, Tensor]] = {}
     for module in copied.modules():
         tables: list[dict[str, Any]] = [parameters_of(module), buffers_of(module)]
         for table in tables:
             for name, x in table.items():
                 if x is None or not x.is_meta:
                     continue
-                if id(x) not in drawn:
-                    value = torch.full(x.shape, x.dtype == torch.bool, dtype=x.dtype)
-                    if x.is_floating_point() or x.is_complex():
-                        noise = torch.randn(x.shape, generator=generator)
-                        # Matrices keep the size of their input; vectors are near 1, as gains are.
-                        is_matrix = x.ndim > 1
-                        value += (
-                            noise / x.shape[-1] ** 0.5 if is_matrix else 1 + noise / 8
-                        )
-                    if isinstance(x, nn.Parameter):
-                        value = nn.Parameter(value, x.requires_grad)
-                    # x is kept with its value, so that no other tensor gets its id.
-                    drawn[id(x)] = x, value
-                table[name] = drawn[id(x)][1]
+                value = torch.full(x.shape, x.dtype == torch.bool, dtype=x.dtype)
+                if x.is_floating_point():
+                    noise = torch.randn(x.shape, generator=generator)
+                    # Matrices keep the size of their input; vectors are near 1, as gains are.
+                    is_matrix = x.ndim > 1
+                    value += noise / x.shape[-1] ** 0.5 if is_matrix else 1 + noise / 8
+                is_weight = isinstance(x, nn.Parameter)
+                table[name] = (
+                    nn.Parameter(value, x.requires_grad) if is_weight else value
+                )
     return copied
 
 

@@ -6,7 +6,6 @@ import dataclasses
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from qkeel.patching.autograd import (
@@ -45,9 +44,8 @@ NORMS = WHOLE_NORMS | {
     "LinalgVectorNormBackward0",
     "NormBackward1",
     "NormBackward0",
+    "SqrtBackward0",
 }
-# What a norm that is written out divides by or subtracts.
-_STATISTICS = ("MeanBackward", "VarBackward", "StdBackward", "SumBackward")
 # Beyond these nodes, the search has left the attention.
 _ENDS = ("Softmax", "ScaledDotProduct", "Embedding", "Gelu", "CrossEntropy", "NllLoss")
 _TURNS = ("TBackward0", "Transpose", "PermuteBackward0")
@@ -75,7 +73,6 @@ class Projection:
         parameter: the name of the weight.
         axis: 0 if its rows produce the features, 1 if its columns do.
         size: the number of these rows or columns.
-        order: the row or column that produces each feature, if they are not in order.
         bias: the vector that is added to the features, and the parameters behind it.
         normed: whether there is a norm between the projection and q or k.
         above: the projections from which its input is computed.
@@ -87,7 +84,6 @@ class Projection:
     parameter: str
     axis: int = 0
     size: int
-    order: Tensor | None = None
     features: int = -1
     bias: Bias | None = None
     normed: bool = False
@@ -111,40 +107,25 @@ class Projection:
         grad = grad.detach().movedim(self.features, -1)
         return grad.reshape(-1, grad.shape[-1])
 
-    def reached(self, grad: Tensor | None) -> Tensor:
-        """The indices of the rows or columns whose features a gradient reaches."""
-        if grad is None:
-            return torch.empty(0, dtype=torch.int64)
-        return self.rows(self.by_feature(grad).ne(0).any(0).nonzero().flatten().cpu())
-
-    def rows(self, features: Tensor) -> Tensor:
-        """The indices of the rows or columns that produce features."""
-        return features if self.order is None else self.order[features].unique()
-
-    def bias_shift(self, rows: Tensor) -> tuple[Tensor | None, int]:
-        """The parameter that is added to the features of these rows, and the index of
-        an entry minus that of its feature."""
-        # After a rearrangement, or an addition to a view, features are not in order.
-        if self.bias is None or self.order is not None:
+    def bias_shift(self, first_row: int) -> tuple[Tensor | None, int]:
+        """The parameter that is added to the features, of which it may be a part, and
+        the index of an entry minus that of its feature."""
+        if self.bias is None:
             return None, 0
         edge, vectors = self.bias
+        one_hot = output_like(edge.node)
+        if one_hot.shape != (self.size,):
+            return None, 0
+        one_hot[first_row] = 1.0
         for vector in vectors:
             if variable_of(edge.node) is vector:
-                return (vector, 0) if len(vector) == self.size else (None, 0)
-            shifts: set[int | None] = set()
-            for feature in (int(rows.min()), int(rows.max())):
-                one_hot = output_like(edge.node)
-                if one_hot.shape != (self.size,):
-                    return None, 0
-                one_hot[feature] = 1.0
-                (grad,) = torch.autograd.grad(
-                    edge, vector, one_hot, retain_graph=True, allow_unused=True
-                )
-                entries = [] if grad is None else grad.nonzero().flatten().tolist()
-                shifts |= {entry - feature for entry in entries} or {None}
-            shift = shifts.pop()
-            if not shifts and shift is not None:
-                return vector, shift
+                return vector, 0
+            (grad,) = torch.autograd.grad(
+                edge, vector, one_hot, retain_graph=True, allow_unused=True
+            )
+            entries = [] if grad is None else grad.nonzero().flatten().tolist()
+            if len(entries) == 1:
+                return vector, entries[0] - first_row
         return None, 0
 
 
@@ -154,17 +135,14 @@ class Walk:
 
     Attributes:
         nearest: the nearest projections.
-        mixers: the nodes of norms in between.
+        norms: the nodes of norms in between.
         opaque: the names of parameters that are a factor of a product, but whose rows
             cannot be assigned to heads.
-        tables: the nodes of parameters that were concatenated with the outputs of the
-            projections, such as learned keys that precede those of the tokens.
     """
 
     nearest: tuple[Projection, ...]
-    mixers: tuple[Node, ...] = ()
+    norms: tuple[Node, ...] = ()
     opaque: tuple[str, ...] = ()
-    tables: tuple[Node, ...] = ()
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
@@ -211,16 +189,6 @@ def parameters_behind(
     return leaves, not any(node.name().startswith(ends) for node in nodes)
 
 
-def functions_behind(start: Node, stops: set[Node]) -> list[str]:
-    """The names of the autograd.Functions through which a node is computed."""
-    names = [
-        node.name().removesuffix("Backward")
-        for node in _behind(start, stops)
-        if isinstance(node, BackwardCFunction)
-    ]
-    return list(dict.fromkeys(names))
-
-
 def _behind(
     start: Node | None, stops: set[Node], ends: tuple[str, ...] = ()
 ) -> list[Node]:
@@ -238,9 +206,8 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
     """The projections nearest to `start`, each with the projections above it, without
     going beyond `stops`."""
     nearest: dict[Node, Projection] = {}
-    mixers: dict[Node, None] = {}
+    norms: dict[Node, None] = {}
     opaque: dict[str, None] = {}
-    tables: dict[Node, None] = {}
     visited: set[tuple[Node, bool]] = set()
     queue: list[tuple[Node, bool, Bias | None]] = [(start, False, None)]
     while queue and len(visited) < _LIMIT:
@@ -266,40 +233,19 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
                     for leaf in leaves
                     if variable_of(leaf).ndim > 1 and id(variable_of(leaf)) in names
                 )
-        if name == "CatBackward0":
-            for part in inputs_of(node):
-                leaves = leaves_of(part, stops) or ()
-                if len(leaves) == 1 and _is_matrix(variable_of(leaves[0]), names):
-                    tables[leaves[0]] = None
         if name in NORMS:
             # A term that is added after a norm is the norm's bias.
             normed, bias = True, None
+            norms[node] = None
         elif name == "AddBackward0":
             biases = [
                 b for edge in node.next_functions if (b := _bias(edge, stops, names))
             ]
             bias = biases[0] if len(biases) == 1 else bias
-        if name in NORMS or name.startswith(_STATISTICS):
-            mixers[node] = None
         queue += [(above, normed, bias) for above in inputs_of(node)]
     return Walk(
-        nearest=tuple(nearest.values()),
-        # Means and sums through which all of x passes belong to no norm: they pool, or
-        # rotate by 2 × 2 matrices.
-        mixers=tuple(
-            node
-            for node in mixers
-            if node.name() in NORMS
-            or _reached(node, None, stops, nearest)
-            <= _reached(start, node, stops, nearest)
-        ),
-        opaque=tuple(opaque),
-        tables=tuple(tables),
+        nearest=tuple(nearest.values()), norms=tuple(norms), opaque=tuple(opaque)
     )
-
-
-def _is_matrix(variable: Tensor, names: dict[int, str]) -> bool:
-    return id(variable) in names and variable.ndim > 1
 
 
 def _bias(
@@ -316,25 +262,6 @@ def _bias(
     return GradientEdge(node, number), vectors
 
 
-def _reached(
-    start: Node,
-    without: Node | None,
-    stops: set[Node],
-    projections: dict[Node, Projection],
-) -> set[Node]:
-    """The projections that are reached from a node without passing another node."""
-    visited: set[Node] = set()
-    queue = [start]
-    while queue:
-        node = queue.pop()
-        if node is without or node in visited or node in stops:
-            continue
-        visited.add(node)
-        if node not in projections and not node.name().startswith(_ENDS):
-            queue += inputs_of(node)
-    return visited & projections.keys()
-
-
 def _projection(
     node: Node, names: dict[int, str], normed: bool, stops: set[Node], depth: int
 ) -> Projection | None:
@@ -347,7 +274,6 @@ def _projection(
     if weight is None:
         return None
     variable, turned = weight
-    order = None
     if node.name() == _CONVOLUTION:
         # A transposed convolution has the input features as its first dimension.
         if variable.ndim < 3 or is_transposed(node):
@@ -358,8 +284,9 @@ def _projection(
             # An einsum may permute its operands in any way.
             turned = _makes_rows(node, variable)
         axis = 0 if node.name() == "LinearBackward0" or turned else 1
-    elif variable.ndim == 3 and (order_of_features := _order(node, variable)):
-        axis, order = order_of_features
+    elif variable.flatten(1).shape[1] == output_like(node).shape[-1]:
+        # As [m h d] in an einsum; other orders of its columns are not verified.
+        axis = 1
     else:
         return None
     above: tuple[Projection, ...] = ()
@@ -376,7 +303,6 @@ def _projection(
         parameter=names[id(variable)],
         axis=axis,
         size=variable.flatten(1).shape[axis],
-        order=order,
         features=1 if node.name() == _CONVOLUTION else -1,
         bias=None if b is None else _bias(edges[b], stops, names),
         normed=normed,
@@ -420,34 +346,3 @@ def _makes_rows(node: Node, weight: Tensor) -> bool:
     edge = GradientEdge(node, 0)
     (grad,) = torch.autograd.grad(edge, weight, one_hot, retain_graph=True)
     return int(grad.ne(0).any(1).sum()) <= int(grad.ne(0).any(0).sum())
-
-
-def _order(node: Node, weight: Tensor) -> tuple[int, Tensor] | None:
-    """The axis and order of the features for a weight of three dimensions, [m h d] or
-    [h m d]. Each feature gets a number, and one gradient for each bit of these numbers
-    shows which entries produce the feature."""
-    out = output_like(node)
-    if out.ndim > 2 and out.shape[:-2].numel() > 1:
-        return None
-    n = out.shape[-1]
-    numbers = torch.arange(1, n + 1, device=out.device)
-    codes = torch.zeros(weight.shape, dtype=torch.int64, device=out.device)
-    for bit in range(n.bit_length()):
-        has_bit = ((numbers >> bit) & 1).to(out).expand_as(out)
-        edge = GradientEdge(node, 0)
-        (grad,) = torch.autograd.grad(edge, weight, has_bit, retain_graph=True)
-        codes |= grad.ne(0).long() << bit
-    # By axis: the feature of each column (of the flattened weight) or row, if it is the
-    # same for all of its entries but those whose other factor is zero for all tokens.
-    flat = codes.flatten(1)
-    columns = flat.amax(0)
-    consistent = bool(((flat == 0) | (flat == columns)).all())
-    if consistent and torch.equal(columns.sort().values, numbers):
-        return 1, columns.argsort().cpu()
-    makers = codes.new_full((n + 1,), -1)
-    for row, features in enumerate(flat):
-        of_row = features[features > 0].unique()
-        if bool((of_row > n).any()) or bool((makers[of_row] >= 0).any()):
-            return None
-        makers[of_row] = row
-    return (0, makers[1:].cpu()) if bool((makers[1:] >= 0).all()) else None

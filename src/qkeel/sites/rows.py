@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from qkeel.capture.calls import HeadLayout
@@ -29,15 +29,11 @@ from qkeel.sites.graph import (
     WHOLE_NORMS,
     Projection,
     Walk,
-    functions_behind,
     leaves_of,
     parameters_behind,
     walk,
 )
 from qkeel.sites.site import HeadSlice, QKProduct
-
-# Up to this number, a gradient for each head costs less than one for each half of them.
-_FEW_HEADS = 5
 
 QKPair = tuple[Tensor | None, Tensor | None]
 
@@ -76,10 +72,11 @@ class Side:
             features = range(width)
             if len(nearest) > 1:
                 with self._gradients(projection):
+                    gradients = (_probe(self.x[..., d], projection) for d in features)
                     features = [
                         d
-                        for d in features
-                        if len(projection.reached(_probe(self.x[..., d], projection)))
+                        for d, grad in enumerate(gradients)
+                        if grad is not None and bool(grad.any())
                     ]
             for above in projection.above or (None,):
                 chain = (projection,) if above is None else (above, projection)
@@ -97,7 +94,7 @@ class Side:
         with self._gradients(path[-1]):
             for projection in path:
                 index = self._rows(x, projection, inner=projection is not path[-1])
-                vector, shift = projection.bias_shift(index)
+                vector, shift = projection.bias_shift(int(index.min()))
                 rows.append(
                     HeadSlice(
                         parameter=projection.parameter,
@@ -113,21 +110,16 @@ class Side:
 
     def _rows(self, x: Tensor, projection: Projection, *, inner: bool) -> Tensor:
         """The rows [n r] of a projection for each head, with n = 1 if all heads share them."""
-        everything = torch.arange(projection.size)[None]
+        name, everything = projection.parameter, torch.arange(projection.size)[None]
         if projection.table:
             return everything
-        used = features_used(x, 1, projection) if x.shape[1] > _FEW_HEADS else None
-        if used is not None:
-            heads = [projection.rows(features.nonzero().flatten()) for features in used]
-        else:
-            weights = probe_weights(x[:, 0])
-            heads = [
-                projection.reached(_gradient(x[:, h], projection, weights))
-                for h in range(x.shape[1])
-            ]
-        sizes = {len(rows) for rows in heads}
-        name = projection.parameter
-        if sizes == {0}:
+        used = features_used(x, 1, projection)
+        if used is None:
+            raise UnknownRowsError(
+                f"heads of {self.name} share some rows of {name} but not others"
+            )
+        sizes = used.sum(1).unique().tolist()
+        if sizes == [0]:
             # The first of two matrices of which the second is zero at the start, as in
             # a low-rank adapter, has no gradient yet.
             if inner:
@@ -137,16 +129,15 @@ class Side:
             )
         if len(sizes) > 1:
             raise UnknownRowsError(
-                f"heads of {self.name} use unequal numbers of rows of {name}: {sorted(sizes)}"
+                f"heads of {self.name} use unequal numbers of rows of {name}: {sizes}"
             )
-        index = torch.stack(heads)
-        if bool((index == index[:1]).all()):
-            return index[:1]
-        if index.unique().numel() != index.numel():
+        if bool((used == used[:1]).all()):
+            used = used[:1]
+        elif int(used.sum(0).max()) > 1:
             raise UnknownRowsError(
                 f"heads of {self.name} share some rows of {name} but not others"
             )
-        return index
+        return used.nonzero()[:, 1].view(len(used), -1)
 
     def between(self, paths: Iterable[HeadSlice]) -> Iterator[HeadSlice]:
         """The other parameters that x is computed from, from the projections on: gains of norms, vectors that are added
@@ -157,32 +148,28 @@ class Side:
         ends = {node for p in nearest if (node := p.input) is not None}
         last, _ = parameters_behind(self.x.grad_fn, stops | ends)
         first, is_one_layer = parameters_behind(self.x.grad_fn, stops)
-        model, here = self.around.line()[-1].module, nearest[0].parameter
         earlier = {
             name: p
             for p in first
             if (name := self.names.get(id(p), ""))
-            and _in_one_module(here, name, self.around, model)
+            and _in_one_module(nearest[0].parameter, name, self.around)
         }
         behind = {self.names.get(id(p), ""): p for p in last}
         # Without a matrix, it is the norm before the projections, which is that of the values too.
         if is_one_layer and any(earlier[x].ndim > 1 for x in earlier.keys() - behind):
             behind |= earlier
-        width = self.x.shape[1] * self.x.shape[-1]
-        chain = [p for inner in nearest for p in (inner, *inner.above)]
-        fused = {p.size for p in chain if p.size > width}
         for name, parameter in behind.items():
             if not name or name in known:
                 continue
             rows = torch.arange(math.prod(parameter.shape[:1]))
-            if {len(rows), parameter.numel()} & fused:
-                # It may act on the values too, as a vector for the features of a fused projection does.
+            if parameter.numel() == len(rows):
+                # A vector for the features of a fused projection acts on values too.
                 (grad,) = torch.autograd.grad(
                     self.x, parameter, probe_weights(self.x), retain_graph=True
                 )
-                rows = rows[grad.reshape(len(rows), -1).ne(0).any(1).cpu()]
-            if len(rows):
-                yield HeadSlice(parameter=name, axis=0, index=rows[None])
+                is_used = grad.flatten().ne(0).cpu()
+                rows = rows[is_used] if bool(is_used.any()) else rows
+            yield HeadSlice(parameter=name, axis=0, index=rows[None])
 
     def _gradients(self, projection: Projection) -> AbstractContextManager[None]:
         return gradients_to(projection, self.walk)
@@ -208,9 +195,8 @@ def side(
             f"{name} has no gradient: it is a constant, or comes from a cache, an autograd.Function (as in other "
             "libraries' gradient checkpointing) or an optimised script"
         )
-    line, behind = frame.line(), Walk(nearest=())
-    around = frame
-    for around in line:
+    around, behind = frame, Walk(nearest=())
+    for around in frame.line():
         behind = walk(x.grad_fn, nodes_of(around.inputs), names, depth)
         if behind.nearest or behind.opaque:
             break
@@ -222,17 +208,14 @@ def side(
         dataclasses.replace(
             p,
             above=tuple(
-                a
-                for a in p.above
-                if _in_one_module(p.parameter, a.parameter, around, line[-1].module)
+                a for a in p.above if _in_one_module(p.parameter, a.parameter, around)
             ),
         )
         for p in behind.nearest
     ]
     # Parameters that x is, or whose sum it is, as for keys that depend only on the
     # position. They may have been read outside the module, for all layers.
-    tables = behind.tables if nearest else leaves_of(x.grad_fn, set()) or ()
-    for leaf in tables:
+    for leaf in () if nearest else leaves_of(x.grad_fn, set()) or ():
         parameter = variable_of(leaf)
         if id(parameter) in names:
             nearest.append(
@@ -245,30 +228,19 @@ def side(
                 )
             )
     if not nearest:
-        functions = functions_behind(x.grad_fn, nodes_of(around.inputs))
-        inside = f", except inside {', '.join(functions)}, which hides its products from autograd"
         raise UnknownRowsError(
-            f"no matrix product with a parameter lies between the module's input and {name}"
-            f"{inside if functions else ''}"
+            f"no matrix product with a parameter lies between the module's input and {name}, or an autograd.Function "
+            "hides it"
         )
     behind = dataclasses.replace(behind, nearest=tuple(nearest))
     return Side(x=x, name=name, walk=behind, names=names, around=around)
 
 
-def _in_one_module(name: str, other: str, frame: ModuleCall, model: nn.Module) -> bool:
-    """True if two weights belong to the same module, either the module of the frame or another one at least as deep
-    inside the model. A key from another layer leads to everything that precedes that layer."""
-    around = frame.name.split(".") if frame.name else []
-    pairs = zip(name.split(".")[:-1], other.split(".")[:-1])
-    shared = [a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
-    if shared[: len(around)] == around:
-        return True
-    # The depth matters because two parts of another layer are no more in the same
-    # module than two layers are.
-    inside = model.get_submodule(".".join(shared))
-    return len(shared) >= len(around) and not isinstance(
-        inside, (nn.ModuleList, nn.ModuleDict)
-    )
+def _in_one_module(name: str, other: str, frame: ModuleCall) -> bool:
+    """True if two weights belong to the module of the frame. A key from another layer leads to everything that precedes
+    that layer."""
+    prefix = f"{frame.name}." if frame.name else ""
+    return name.startswith(prefix) and other.startswith(prefix)
 
 
 def sum_terms(
@@ -280,9 +252,9 @@ def sum_terms(
     Raises:
         UnknownRowsError: the rows of one product are unknown; the message says which product it is.
     """
-    terms: dict[object, QKProduct] = {}
+    terms: dict[str, QKProduct] = {}
     factors: list[Side] = []
-    between: dict[object, HeadSlice] = {}
+    between: dict[str, HeadSlice] = {}
     for i, (q, k) in enumerate(products):
         try:
             if q is None or k is None:
@@ -317,15 +289,13 @@ def sum_terms(
             *query.between([s for term in of_term for s in term.query]),
             *key.between([s for term in of_term for s in term.key]),
         )
-        between |= {(s.parameter, tuple(s.index[0].tolist())): s for s in others}
+        between |= {str((s.parameter, s.index.tolist())): s for s in others}
     return tuple(terms.values()), factors, tuple(between.values())
 
 
-def _rows_of_term(term: QKProduct) -> object:
-    return tuple(
-        tuple((s.parameter, s.axis, tuple(map(tuple, s.index.tolist()))) for s in path)
-        for path in (term.query, term.key)
-    )
+def _rows_of_term(term: QKProduct) -> str:
+    paths = (term.query, term.key)
+    return str([[(s.parameter, s.axis, s.index.tolist()) for s in x] for x in paths])
 
 
 def sides(
@@ -351,7 +321,7 @@ def gradients_to(projection: Projection, behind: Walk) -> Iterator[None]:
     """A context in which gradients pass norms as if these multiplied by a constant, and stop at the other projections,
     so that only what depends on this one directly reaches it."""
     with ExitStack() as undo:
-        for node in behind.mixers:
+        for node in behind.norms:
             if node.name() in WHOLE_NORMS:
                 undo.callback(node.register_hook(_as_factor).remove)
             else:
@@ -374,15 +344,6 @@ def _nothing(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(g if g is None else torch.zeros_like(g) for g in grads)
 
 
-def _probe(
-    x: Tensor, projection: Projection, mask: Tensor | None = None
-) -> Tensor | None:
-    """The gradient of a fixed random combination of the elements of x, or of those that a mask selects, with respect
-    to the features of a projection."""
-    weights = probe_weights(x)
-    return _gradient(x, projection, weights if mask is None else weights * mask)
-
-
 def probe_weights(x: Tensor) -> Tensor:
     # The same in every search, and all of one sign, so that no two elements cancel.
     generator = torch.Generator().manual_seed(0)
@@ -390,12 +351,15 @@ def probe_weights(x: Tensor) -> Tensor:
     return weights.to(x)
 
 
-def _gradient(x: Tensor, projection: Projection, weights: Tensor) -> Tensor | None:
-    """The gradient of the sum of weights times x with respect to the features of a projection."""
+def _probe(
+    x: Tensor, projection: Projection, mask: Tensor | float = 1.0
+) -> Tensor | None:
+    """The gradient of a fixed random combination of the elements of x that a mask selects, with respect to the features
+    of a projection."""
     (grad,) = torch.autograd.grad(
         x,
         GradientEdge(projection.node, 0),
-        weights,
+        probe_weights(x) * mask,
         retain_graph=True,
         allow_unused=True,
     )
@@ -410,11 +374,11 @@ def _gradient(x: Tensor, projection: Projection, weights: Tensor) -> Tensor | No
 def features_used(
     x: Tensor, dim: int, projection: Projection
 ) -> Bool[Tensor, "m features"] | None:
-    """The features of a projection that each of the m slices of x along a dimension uses. None if several slices use
-    the same feature at the same token, or if no slice uses any.
+    """The features of a projection that each of the m slices of x along a dimension uses; None if some of the slices share
+    a feature of a token.
 
-    Each gradient is that of half of the slices, and no two slices are in the same halves. A
-    feature of several slices is therefore reached by more than half of the gradients.
+    Each gradient is that of half of the slices, and no two slices are in the same halves. A feature of a single slice is
+    therefore reached by half of the gradients, one of all slices by all of them, and one of several by more than half.
     """
     size = x.shape[dim]
     shape = [size if i == dim % x.ndim else 1 for i in range(x.ndim)]
@@ -423,16 +387,16 @@ def features_used(
     for mask in codes.T.to(x.device):
         grad = _probe(x, projection, mask.view(shape))
         if grad is None:
-            return None
+            return torch.zeros(size, 1, dtype=torch.bool)
         reached.append(projection.by_feature(grad).ne(0).cpu())
     seen = torch.stack(reached, -1)
-    half = int(codes[0].sum())
-    weights = seen.sum(-1)
-    if not bool(weights.any()) or bool(((weights != 0) & (weights != half)).any()):
+    half, weights = int(codes[0].sum()), seen.sum(-1)
+    is_shared = weights == codes.shape[1]
+    if bool(((weights != 0) & (weights != half) & ~is_shared).any()):
         return None
-    tokens, features = weights.nonzero(as_tuple=True)
+    used = is_shared.any(0).expand(size, -1).clone()
+    tokens, features = (weights == half).nonzero(as_tuple=True)
     slices = (seen[tokens, features].float() @ codes.float().T == half).nonzero()
-    used = torch.zeros(size, seen.shape[1], dtype=torch.bool)
     used[slices[:, 1], features[slices[:, 0]]] = True
     return used
 
@@ -487,12 +451,11 @@ def layout_of(
     others = [dim for dim in splits if dim not in heads]
     free = [dim for dim in splits if query.varies(dim) and not key.varies(dim)]
     rows = next((dim for dim in reversed(free) if dim in others), None)
-    merged_rows = None
     if rows is None:
-        merged = [d for d in free if d in heads and splits[d][1] < shape[d]]
-        if merged:
-            merged_rows = merged[-1]
-        elif free and (of_keys := key.split(keys, keys)) and of_keys[1] > 1:
+        if any(d in heads and splits[d][1] < shape[d] for d in free):
+            # Heads and queries are in one dimension.
+            return None
+        if free and (of_keys := key.split(keys, keys)) and of_keys[1] > 1:
             # The softmax is over features, as in attention between channels.
             rows = free[-1]
             heads.remove(rows)
@@ -504,8 +467,7 @@ def layout_of(
         before, _, after = splits[dim]
         if before > 1 and after > 1:
             return None
-        letter = "t" if dim == merged_rows else "b"
-        groups[dim] = f"{letter * (before > 1)}h{letter * (after > 1)}"
+        groups[dim] = f"{'b' * (before > 1)}h{'b' * (after > 1)}"
     if rows is not None:
         groups[rows] = "t"
     return HeadLayout(
@@ -548,7 +510,7 @@ class _Factor:
             for target in (projection, *above):
                 with gradients_to(projection, self.walk):
                     used = features_used(x, dim, target)
-                if used is None:
+                if used is None or not bool(used.any()):
                     break
                 users = used.any(1).nonzero().flatten().tolist()
                 if len(users) == 1 and target is projection:

@@ -278,8 +278,12 @@ class AttentionSite:
     origin: KeyOrigin = "tokens"
     #: if its module is also called with other weights: the calls of the module with this site's weights
     callers: tuple[tuple[str, str, int], ...] = ()
-    #: the last weights on the path to its values, as far as their parameters make logits too
+    #: the last weights on the path to its values, if they are known
     value_weights: tuple[HeadSlice, ...] = ()
+    #: of scores that its module multiplies itself: whether they are more than scaled q·k, and why a score does not say
+    #: whether it counts
+    is_sum: bool = False
+    unclear_scores: str = ""
     #: whether its scores choose keys and are not the input of a softmax
     chooses: bool = False
 

@@ -4,20 +4,18 @@ When a module is about to make its first attention call, a copy of the smallest 
 projections runs, with a part of what that module was called with, and is read and verified (see `trace`). Nothing else
 of the model runs for it, and what the copy and its objects store is the copy's.
 
-`find_sites` returns the sites. `apply`, its remedies and their checks keep the trace while they run, and take the
-weights of the values from it instead of running the model again.
+`find_sites` returns the sites.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, NoReturn, final
+from typing import final
 
 import torch
 from torch import nn
@@ -26,7 +24,6 @@ from qkeel import distributed as dist
 from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, Seen
 from qkeel.capture.example import (
     Caller,
-    GivenArguments,
     ModuleCall,
     copied,
     undisturbed,
@@ -34,8 +31,6 @@ from qkeel.capture.example import (
 from qkeel.capture.intercept import (
     CapturedCall,
     CaptureMode,
-    Places,
-    Watch,
     name_of,
 )
 from qkeel.capture.known_sites import INDEX, KnownSites
@@ -64,7 +59,6 @@ from qkeel.sites.repeated_layers import KnownModule
 from qkeel.sites.search_passes import check_devices, forward, whole_weights
 from qkeel.sites.site import (
     AttentionSite,
-    HeadSlice,
     Sites,
     renamed,
     within,
@@ -72,15 +66,12 @@ from qkeel.sites.site import (
 from qkeel.sites.trace import (
     ModuleTrace,
     common_module,
+    is_product,
     read_module,
 )
 from qkeel.sites.verify import Verification
 
 _LOG = logging.getLogger(__name__)
-
-# What a search keeps besides sites: their calls; and what every call was computed from, for which it copies the arguments
-# of each layer, with all keys and values that a cache holds by then.
-Kept = Literal["sites", "calls", "graphs"]
 
 
 @final
@@ -89,13 +80,10 @@ class SiteSearch:
 
     Args:
         model: the model.
-        cuts: whether some of the tokens may suffice.
-        keeps: what is kept of the passes, whose traces hold tensors.
         may_wait: says whether all processes make this search, so that they may wait for each other in it.
 
     Attributes:
         sites: those that were found so far.
-        traces: of each of them, by name, the trace in which it was found, if traces are kept.
         failure: why a module around an attention call whose weights are unknown does not run alone.
     """
 
@@ -103,12 +91,9 @@ class SiteSearch:
         self,
         model: nn.Module,
         *,
-        cuts: bool = True,
-        keeps: Kept = "sites",
         may_wait: Callable[[], bool] = lambda: True,
     ) -> None:
         self.sites = Sites()
-        self.traces: dict[str, SiteTrace] = {}
         self.failure: Exception | None = None
         wrapper = dist.hides_weights(model)
         if wrapper:
@@ -117,8 +102,8 @@ class SiteSearch:
             )
         # The error of the latest module that did not run.
         self._error: Exception | None = None
-        self._model, self._cuts = model, cuts
-        self._keeps, self._may_wait = keeps, may_wait
+        self._model = model
+        self._may_wait = may_wait
         # By id, the names of the model's modules and of its parameters.
         self._names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
@@ -135,9 +120,6 @@ class SiteSearch:
         self._known_modules: list[KnownModule] = []
         # Calls of other modules that were looked at, and whether they choose keys.
         self._known_calls: set[tuple[Caller | None, bool]] = set()
-        # Sites that some of the tokens have shown, and modules that are run with all of them.
-        self._of_some_tokens: set[str] = set()
-        self._whole: set[int] = set()
         # Set when the whole model has been tried.
         self._is_over = bool(wrapper)
 
@@ -148,9 +130,10 @@ class SiteSearch:
         is_known = is_known or (not chooses and id(frame.module) in self._known)
         # A call without tokens, as of an expert that received none, shows nothing.
         is_empty = bool(frame.inputs) and not frame.inputs[0].numel()
-        if is_empty or (is_known and not self._lacks(frame)):
+        if is_empty or is_known:
             return False
         self._known_calls.add((frame.caller, chooses))
+        self._error = None
         latest: ModuleTrace | None = None
         if not chooses:
             latest = self._alike(frame)
@@ -210,7 +193,7 @@ class SiteSearch:
     def _alike(self, frame: ModuleCall) -> ModuleTrace | None:
         """The trace of the module of a call, or of one around it, if it is like one that is known."""
         for around in frame.line() if self._known_modules else ():
-            if around.given is None or id(around.module) in self._whole:
+            if around.given is None:
                 continue
             self._name_modules(around)
             tree = around.module.modules()
@@ -228,31 +211,10 @@ class SiteSearch:
         try:
             with unnoticed(waits=False):
                 # Tensors of some layouts and dtypes can't be compared.
-                trace = known.trace_of(frame, name)
-                if trace is None:
-                    return None
-                trace.read = _not_kept
-                if self._keeps == "graphs":
-                    given = trace.arguments.given(frame)
-                    trace.read = functools.partial(
-                        self._read_given, frame, trace.arguments, given
-                    )
-                return trace
+                return known.trace_of(frame, name)
         except Exception as failure:
             _LOG.debug("%s does not run like another: %s", name, failure)
             return None
-
-    def _lacks(self, frame: ModuleCall) -> bool:
-        """True if a module makes more calls than those that some of its tokens have shown; all of them are then taken,
-        once."""
-        is_known = any(
-            site.name == name_of(frame.name, frame.calls) for site in self.sites
-        )
-        if is_known or frame.name not in self._of_some_tokens:
-            return False
-        self._of_some_tokens.remove(frame.name)
-        self._whole.add(id(frame.module))
-        return True
 
     def tell(self) -> None:
         """Says once which sites are known from gradients alone."""
@@ -261,17 +223,12 @@ class SiteSearch:
     def _trace(self, frame: ModuleCall) -> ModuleTrace | None:
         """The trace of a copy of a module that runs as it was called, with the smallest part of its arguments by which
         all its sites are verified."""
-        trace = error = None
+        trace = None
         for arguments in parts_of_arguments(frame):
-            may_cut = self._cuts and id(frame.module) not in self._whole
-            if arguments.tokens and not may_cut:
+            latest = self._run(frame, arguments)
+            if latest is None:
                 continue
-            try:
-                trace = self._run(frame, arguments)
-            except Exception as failure:
-                _LOG.debug("%s does not run alone: %s", frame.name, failure)
-                error = failure
-                continue
+            trace = latest
             # In attention between channels, the tokens are the features.
             is_of_tokens = arguments.tokens and any(
                 site.head_dim == TOKENS for site in trace.sites
@@ -279,55 +236,31 @@ class SiteSearch:
             if not is_of_tokens and all(site.verified for site in trace.sites):
                 break
         is_split = any(map(dist.is_split, frame.module.parameters()))
-        is_apart = isinstance(error, CannotRerunError) and trace is None
+        is_apart = isinstance(self._error, CannotRerunError) and trace is None
         if is_apart and not is_split and self._may_wait():
             # As in context parallel, where attention gathers keys: all processes run their copies together.
-            trace = self._tried(frame, PartOfArguments(), waits=True)
-        if trace is None:
-            self._error = error
-        elif frame.batch == 1 and not trace.has_plain_layouts:
+            trace = self._run(frame, PartOfArguments(), waits=True)
+        if trace is not None and frame.batch == 1 and not trace.has_plain_layouts:
             # With one sample, (h b) and (b h) look alike, and larger batches may follow.
-            return self._tried(frame, PartOfArguments(doubles=True)) or trace
+            return self._run(frame, PartOfArguments(doubles=True)) or trace
         return trace
-
-    def _tried(
-        self, frame: ModuleCall, arguments: PartOfArguments, *, waits: bool = False
-    ) -> ModuleTrace | None:
-        """The trace of a copy of a module, or None if that fails."""
-        try:
-            return self._run(frame, arguments, waits=waits)
-        except Exception as failure:
-            _LOG.debug("%s does not run with %s: %s", frame.name, arguments, failure)
-            return None
 
     def _run(
         self, frame: ModuleCall, arguments: PartOfArguments, *, waits: bool = False
-    ) -> ModuleTrace:
-        """The trace of a copy of a module with a part of what it was called with, which is verified."""
-        with unnoticed(waits=waits):
-            given = arguments.given(frame)
-        trace = self._read_given(frame, arguments, given, waits=waits)
-        trace.verify(self._verification, waits=waits)
-        return trace
-
-    def _read_given(
-        self,
-        frame: ModuleCall,
-        arguments: PartOfArguments,
-        given: GivenArguments,
-        *,
-        waits: bool = False,
-    ) -> ModuleTrace:
-        """The trace of a copy of a module with what it is given."""
+    ) -> ModuleTrace | None:
+        """The trace of a copy of a module with a part of what it was called with, which is verified; None if that fails."""
         module, name = frame.module, self._names[id(frame.module)]
-        shared = {
-            within(name, path)
-            for path, p in module.named_parameters()
-            if id(p) in self._shared
-        }
-        with unnoticed(waits=waits):
-            lone = LoneCall(name, copy_of(module, self._held), given)
-        return read_module(frame, arguments, lone, shared=shared, waits=waits)
+        try:
+            with unnoticed(waits=waits):
+                given = arguments.given(frame)
+                lone = LoneCall(name, copy_of(module, self._held), given)
+            trace = read_module(frame, arguments, lone, waits=waits)
+            trace.verify(self._verification, waits=waits)
+            return trace
+        except Exception as failure:
+            _LOG.debug("%s does not run alone: %s", frame.name, failure)
+            self._error = failure
+            return None
 
     def _add(self, trace: ModuleTrace, frame: ModuleCall) -> None:
         """Adds the sites that a trace shows; `frame` is the call that is about to be read."""
@@ -362,10 +295,6 @@ class SiteSearch:
             by_name[name] = dataclasses.replace(
                 site, name=name, module=module, callers=callers
             )
-            if self._keeps != "sites":
-                self.traces[name] = SiteTrace(of_module=trace, name=part.name)
-            if trace.arguments.tokens and len(trace.calls[part.name]) == 1:
-                self._of_some_tokens.add(name)
         indexers = {
             modules[site.name.removesuffix(INDEX)] + INDEX: site
             for site in trace.sites.indexers
@@ -395,83 +324,23 @@ class SiteSearch:
         return modules, parameters
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SiteTrace:
-    """The trace in which a site was found, and the name of the site there."""
-
-    of_module: ModuleTrace
-    name: str
-
-    @property
-    def with_graph(self) -> ModuleTrace:
-        """The trace with what was computed from which weights."""
-        return self.of_module.with_graph()
-
-
 def weights_of(site: AttentionSite) -> set[str]:
     """The names of the weights from which the logits of a site are computed."""
     return {s.parameter for s in (*site.query, *site.key)}
 
 
-def _not_kept() -> NoReturn:
-    raise RuntimeError(
-        "the search kept no graphs: a remedy that asks for them has `reads_graph = True`"
-    )
-
-
 # --- A pass that qkeel makes
 
 
-@final
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class ModelTrace:
-    """The sites of a model, the attention calls of one pass, and what was computed on the way to them.
-
-    A trace should be released as soon as it has been used.
-
-    Args:
-        model: the model.
-        sites: the attention sites, in the order of the calls.
-        traces: of each site, by name, the trace in which it was found.
-        unclear_masks: why hidden pairs of a hand-written site are not known by their scores, or "".
-    """
-
-    model: nn.Module
-    sites: Sites
-    traces: Mapping[str, SiteTrace]
-    unclear_masks: Mapping[str, str]
-
-    @property
-    def calls(self) -> dict[str, list[CapturedCall]]:
-        """The first call of each site, or one call for each head if the heads are computed one by one."""
-        return {
-            name: trace.of_module.calls[trace.name]
-            for name, trace in self.traces.items()
-        }
-
-    def value_slices(self) -> dict[str, tuple[HeadSlice, ...] | str]:
-        """The last weights on the path of each site's values [b g s d], or the reason why they are unknown, by site."""
-        return {
-            name: trace.with_graph.value_slices(trace.name)
-            for name, trace in self.traces.items()
-        }
-
-
-def traced(
-    model: nn.Module,
-    args: Args,
-    kwargs: Kwargs,
-    *,
-    expected: bool = True,
-    keeps: Kept = "graphs",
-) -> ModelTrace:
-    """Returns the trace of a pass over an example.
+def sites_in_pass(
+    model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool = True
+) -> Sites:
+    """Returns the sites of a pass over an example, in the order of their calls.
 
     Args:
         model: the model.
         args, kwargs: the example.
         expected: whether a pass without attention is an error.
-        keeps: what the trace holds; by default all.
 
     Raises:
         NoAttentionError: no attention was observed although it was `expected`.
@@ -479,26 +348,14 @@ def traced(
     """
     model = uncompiled(model)
     check_devices(model, args, kwargs)
-    with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
-        search = SiteSearch(model, keeps=keeps)
+    with extra_pass(model), torch.inference_mode(False), undisturbed(model):
+        search = SiteSearch(model)
         observed = _ObservedPass(model, search)
         observed.run(args, kwargs)
-        if not observed.has_expected_heads():
-            # All of the tokens may show other heads than some of them.
-            undo()
-            search = SiteSearch(model, cuts=False, keeps=keeps)
-            observed = _ObservedPass(model, search)
-            observed.run(args, kwargs)
     search.tell()
     if not observed.order and expected:
         raise NoAttentionError(unseen(model, observed.watcher))
-    return observed.trace()
-
-
-def seen(model: nn.Module, args: Args, kwargs: Kwargs) -> ModelTrace:
-    """Returns the trace of a pass over an example, with whole weights."""
-    with whole_weights(uncompiled(model)):
-        return traced(model, args, kwargs)
+    return observed.sites()
 
 
 def run_once(
@@ -525,32 +382,6 @@ def run_once(
             forward(model, around, copied(args), copied(kwargs), graph=False)
     except Exception as error:
         raise _failed(model, error) from error
-
-
-def call_observer(
-    model: nn.Module,
-    sites: Sequence[AttentionSite],
-    report: Callable[[CapturedCall], None],
-    trace: ModelTrace | None = None,
-) -> CaptureMode:
-    """What reports the attention calls of a pass, under the names of known sites.
-
-    With the trace of an earlier pass, only the modules of the sites are observed, and calls that came by the name of
-    torch's function are read by it: one that comes in another way, or elsewhere, is then not reported."""
-    known = KnownSites.of(sites)
-    only_in: Places | None = None
-    # Callers are told apart by what they have called before.
-    if trace is not None and known.by_caller is None:
-        only_in = {}
-        for site in sites:
-            calls = trace.calls.get(site.name)
-            watch = Watch.NAME if calls and calls[0].by_name else Watch.ALL
-            name = site.name.partition("#")[0]
-            _, earlier = only_in.get(name, (site.module, watch))
-            only_in[name] = site.module, max(watch, earlier)
-        if "" in only_in:
-            only_in = None
-    return CaptureMode(model, report, known=known, only_in=only_in)
 
 
 def _failed(model: nn.Module, error: Exception) -> InvalidValueError:
@@ -621,45 +452,29 @@ class _ObservedPass:
             captured.layout,
         )
         self.order[name] = site
-        self._unclear[name] = _unclear_masks(captured.call)
+        self._unclear[name] = _unclear_scores(captured.call)
         self._visible[name] = visible_pattern(captured.call, site.origin)
 
-    def has_expected_heads(self) -> bool:
-        """True if the sites that were found have the heads and the names that the calls of the pass have. A forward may
-        replace modules, which the next pass sees."""
-        known = {site.name for site in self._search.sites}
-        is_named = self._search.failure is not None or all(
-            name in known or x.why == _NO_TOKENS for name, x in self.order.items()
-        )
-        return is_named and all(
-            self._heads[name] == x.n_heads for name, x in self.order.items()
-        )
+    def _other_heads(self, site: AttentionSite) -> str:
+        """Says that some of the tokens have shown other heads than all of them, or "" if they haven't."""
+        heads = self._heads[site.name]
+        if not site.terms or heads == site.n_heads:
+            return ""
+        return f"the pass showed {heads} heads instead of {site.n_heads}"
 
-    def trace(self) -> ModelTrace:
-        """The trace of the pass."""
+    def sites(self) -> Sites:
+        """The sites of the pass."""
         types = told_apart(self._visible)
-        of_logits = set().union(*map(weights_of, self.order.values()))
         sites = [
             dataclasses.replace(
                 site,
                 visible=types.get(name, site.visible),
-                value_weights=tuple(
-                    s for s in site.value_weights if s.parameter in of_logits
-                ),
+                unverified=site.unverified or self._other_heads(site),
+                unclear_scores=self._unclear[name],
             )
             for name, site in self.order.items()
         ]
-        indexers = self._search.sites.indexers
-        return ModelTrace(
-            model=self._model,
-            sites=Sites(sites, self.watcher.missed, indexers),
-            traces={
-                name: trace
-                for name, trace in self._search.traces.items()
-                if name in self.order
-            },
-            unclear_masks=self._unclear,
-        )
+        return Sites(sites, self.watcher.missed, self._search.sites.indexers)
 
 
 def unknown_site(
@@ -672,14 +487,14 @@ def unknown_site(
     """The site of a call whose module does not run alone, because of this failure."""
     heads = call.scores_shape[1]
     keys = None if isinstance(call, ScoresCall) else call.k.shape[1]
-    why = "no module around it runs alone"
+    why = "it was not seen when its module ran alone"
     if 0 in call.scores_shape:
-        why = _NO_TOKENS
+        why = "it received no tokens in this example"
     elif failure is not None:
         reason = str(failure)
         if not isinstance(failure, QkeelError):
             reason = f"{type(failure).__name__}: {reason}"
-        why += f": {reason}"
+        why = f"no module around it runs alone: {reason}"
     return AttentionSite(
         name=name,
         module=module,
@@ -689,14 +504,17 @@ def unknown_site(
         head_dim=0 if isinstance(call, ScoresCall) else call.q.shape[-1],
         why=why,
         layout=layout,
+        is_sum=isinstance(call, ScoresCall) and not is_product(call),
     )
 
 
-def _unclear_masks(call: object) -> str:
+def _unclear_scores(call: object) -> str:
     """Why the hidden pairs of a hand-written call can't be told from others by their scores, or "". Rows that see no
     key are left out, since padding may have added them."""
     if not isinstance(call, ScoresCall):
         return ""
+    if call.sink is not None:
+        return "a sink, or another column that is no key, is joined to its scores"
     is_low = call.capped <= HIDES
     hidden = torch.zeros_like(is_low)
     if call.mask is not None:
@@ -714,25 +532,17 @@ def unseen(model: nn.Module, watcher: CaptureMode) -> str:
         missed = "; ".join(map(str, dict.fromkeys(watcher.missed)))
         why = f"Seen but not understood: {missed}. {_BY_HAND}"
     elif watcher.handwritten.multiplied:
-        why = "Activations are multiplied with each other, but none of the products reaches a softmax"
-        if ends := ", ".join(watcher.handwritten.ends):
-            why += f" (they were followed to {ends})"
-        why += (
-            ": linear attention, state-space models and attention through another function of the scores have no "
-            "softmax over keys, and only attention with one is watched"
+        ends = ", ".join(watcher.handwritten.ends)
+        why = (
+            "Activations are multiplied with each other, but none of the products reaches a softmax over keys, and only "
+            "attention with one is watched, no linear attention and no state-space model"
         )
-        why += f". {_BY_HAND}" if ends else ""
+        why += f". They were followed to {ends}. {_BY_HAND}" if ends else ""
     else:
-        hidden = [*watcher.hidden]
-        if any(
-            isinstance(module, torch.jit.ScriptModule) for module in model.modules()
-        ):
-            hidden.append("what runs inside torch.jit.script")
-        why = "None of these was found: no two activations were multiplied. "
-        why += f"Hidden from view: {', '.join(hidden)}. " if hidden else ""
-        why += (
-            "Inside custom C++, CUDA or Triton operators nothing can be seen. "
-            f"{_BY_HAND}"
+        hidden = "".join(f"{place}, " for place in watcher.hidden)
+        why = (
+            f"None of these was found: no two activations were multiplied. Inside {hidden}torch.jit.script and custom "
+            f"C++, CUDA or Triton operators nothing can be seen. {_BY_HAND}"
         )
     return (
         f"saw no attention in a forward pass of this {type(model).__name__}. Looked for "
@@ -742,7 +552,6 @@ def unseen(model: nn.Module, watcher: CaptureMode) -> str:
     )
 
 
-_NO_TOKENS = "it received no tokens in this example"
 _BY_HAND = (
     "If the logits are just scaled products of queries and keys, describe it by hand, as in\n"
     "    from qkeel.sites import Reading, describe\n"

@@ -42,7 +42,7 @@ def captured_calls(
     args, kwargs = arguments(batch, "batch")
     inner = unwrapped(model)
     if sites is None:
-        sites, _ = found_sites(inner, args, kwargs)
+        sites = found_sites(inner, args, kwargs)
     with Tap(inner) as tap, undisturbed(inner):
         tap.sites = sites
         calls = tap.calls(args, kwargs, is_seeded=is_seeded)

@@ -10,9 +10,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import (
-    Callable,
-    Collection,
-    Container,
     Iterable,
     Iterator,
     Sequence,
@@ -69,7 +66,6 @@ class ModuleTrace:
         calls: the first call of each site, or one call for each head if the heads are computed one by one.
         places: where these calls are among those of a run, by their names.
         values: the tensors by which the softmax weights of each site were multiplied.
-        read: of a module that is like another one, whose calls are in `calls`: reads its own.
     """
 
     module: nn.Module
@@ -80,7 +76,6 @@ class ModuleTrace:
     calls: dict[str, list[CapturedCall]]
     places: dict[str, CallPlace]
     values: dict[str, Tensor]
-    read: Callable[[], ModuleTrace] | None = None
 
     @property
     def has_plain_layouts(self) -> bool:
@@ -94,19 +89,9 @@ class ModuleTrace:
 
     def original(self, module: nn.Module) -> nn.Module:
         """The module of the model of which this module is a copy."""
-        for path, inner in self.lone.copied.named_modules():
-            if inner is module:
-                return self.module.get_submodule(path)
-        # What stands for the model, in which nothing else runs.
-        return self.module
-
-    def with_graph(self) -> ModuleTrace:
-        """The trace with what was computed from which weights."""
-        if self.read is None:
-            return self
-        own = self.read()
-        self.read = lambda: own
-        return own
+        originals = zip(self.lone.copied.modules(), self.module.modules())
+        # What stands for the model, in which nothing else runs, is a copy of none.
+        return dict(originals).get(module, self.module)
 
     def verify(self, verification: Verification, *, waits: bool = False) -> None:
         """Gives each site whose weights a rerun of the copy does not confirm the reason."""
@@ -125,34 +110,12 @@ class ModuleTrace:
         """Takes other sites in the place of those that were read."""
         self.sites = Sites(sites, self.sites.missed, self.sites.indexers)
 
-    def value_slices(
-        self, name: str, of: Container[str] | None = None
-    ) -> tuple[HeadSlice, ...] | str:
-        """The last weights on the path of a site's values [b g s d], or the reason why they are unknown. of: the
-        parameters whose rows are looked for; by default all."""
-        v = self.values.get(name)
-        if v is None or v.ndim != 4:
-            return "no product of its weights with values [b h s d] was seen"
-        names, first = names_of(self.lone.part), self.calls[name][0]
-        # A view made here belongs to the graph of the pass, regardless of the caller's mode.
-        with torch.inference_mode(False), torch.enable_grad():
-            try:
-                values = side(fewest_keys(v), first.frame, names, "v")
-                return tuple(
-                    values.slices(*path)[-1]
-                    for path in values.paths()
-                    if of is None or path[0][-1].parameter in of
-                )
-            except UnknownRowsError as error:
-                return str(error)
-
 
 def read_module(
     frame: ModuleCall,
     arguments: PartOfArguments,
     lone: LoneCall,
     *,
-    shared: Collection[str] = (),
     waits: bool = False,
 ) -> ModuleTrace:
     """Runs the copy of a module with gradients, and returns the trace with the sites that it shows, not verified yet.
@@ -161,7 +124,6 @@ def read_module(
         frame: the call of the module.
         arguments: which part of its arguments the copy is called with.
         lone: the copy.
-        shared: the names of weights that other parts of the model have too.
         waits: whether other processes run their copies too.
     """
     with lone.opened(waits=waits):
@@ -179,23 +141,26 @@ def read_module(
         )
         # It and its watcher hold each other, and would keep the tensors of the pass until a garbage collection.
         reading.order = {}
-        trace.set_sites(_with_value_weights(trace, shared))
+        trace.set_sites(
+            dataclasses.replace(site, value_weights=_value_weights(trace, site))
+            for site in sites
+        )
     return trace
 
 
-def _with_value_weights(
-    trace: ModuleTrace, shared: Collection[str]
-) -> list[AttentionSite]:
-    """The sites with the weights of logits that make values too, as keys that are their own values, or as weights that
-    other layers share may do."""
-    logits = {s.parameter for site in trace.sites for s in (*site.query, *site.key)}
-    sites = []
-    for site in trace.sites:
-        weights = trace.value_slices(site.name, of={*logits, *shared})
-        if not isinstance(weights, str):
-            site = dataclasses.replace(site, value_weights=weights)
-        sites.append(site)
-    return sites
+def _value_weights(trace: ModuleTrace, site: AttentionSite) -> tuple[HeadSlice, ...]:
+    """The last weights on the path of a site's values [b g s d]; none if they are unknown."""
+    v = trace.values.get(site.name)
+    if v is None or v.ndim != 4:
+        return ()
+    names, first = names_of(trace.lone.part), trace.calls[site.name][0]
+    # A view made here belongs to the graph of the pass, regardless of the caller's mode.
+    with torch.inference_mode(False), torch.enable_grad():
+        try:
+            values = side(fewest_keys(v), first.frame, names, "v")
+            return tuple(values.slices(*path)[-1] for path in values.paths())
+        except UnknownRowsError:
+            return ()
 
 
 @final
@@ -343,27 +308,25 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
     """The site of a call, or of the calls of its heads."""
     first = calls[0]
     call, layout = first.call, first.layout
-    q, k = (
-        None
-        if any(getattr(s.call, name) is None for s in calls)
-        else torch.cat([getattr(s.call, name) for s in calls], dim=1)
-        for name in "qk"
-    )
-    products: list[QKPair] = [(q, k)]
-    if isinstance(call, ScoresCall):
-        products = products if len(calls) > 1 else list(call.products)
-    elif first.added is not None:
-        products += first.added.products
+    products: list[QKPair] = []
+    if isinstance(call, ScoresCall) and len(calls) == 1:
+        products += call.products
+    else:
+        pair: list[Tensor | None] = []
+        for operands in zip(*((s.call.q, s.call.k) for s in calls)):
+            known = [x for x in operands if x is not None]
+            pair.append(torch.cat(known, 1) if len(known) == len(calls) else None)
+        q, k = pair
+        products = [(q, k), *(first.added.products if first.added is not None else ())]
     repeats = (key_heads(b) for _, b in products if b is not None)
     heads_of_keys = next((heads for heads in repeats if heads is not None), None)
     if heads_of_keys is not None:
         # The first copy of each key head among keys that were repeated for query heads.
         firsts = [heads_of_keys.index(j) for j in range(max(heads_of_keys) + 1)]
-        k, *keys = (
-            b if b is None or b.shape[1] < len(heads_of_keys) else b[:, firsts]
-            for b in (k, *(b for _, b in products))
-        )
-        products = [(a, b) for (a, _), b in zip(products, keys)]
+        products = [
+            (a, b if b is None or b.shape[1] < len(heads_of_keys) else b[:, firsts])
+            for a, b in products
+        ]
     terms: tuple[QKProduct, ...] = ()
     between: tuple[HeadSlice, ...] = ()
     why = ""
@@ -412,6 +375,7 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
         between=between,
         key_heads=heads_of_keys,
         layout=layout,
+        is_sum=isinstance(call, ScoresCall) and not is_plain,
     )
 
 
@@ -464,6 +428,8 @@ def is_product(call: object) -> bool:
         return isinstance(call, AttentionCall) and call.spec.norm.kind == "none"
     if call.q is None or call.k is None:
         return False
+    if not call.logits.numel():
+        return True
     q, z = call.q, call.logits
     scale = call.spec.scale.factor(q.new_zeros(1, 1), q.shape[-1], {})
     k = call.k.repeat_interleave(q.shape[1] // call.k.shape[1], 1)

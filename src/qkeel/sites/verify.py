@@ -347,20 +347,22 @@ class Experiment:
         self._relative = steps * least.eps
         self._rounding = self._relative * _largest(self._base)
 
-    def is_proportional(self) -> bool:
-        """True if multiplying the rows of all query heads and of all key heads by different numbers multiplies the
-        logits of each head by the numbers of its two heads, and by nothing else."""
-        site = self._site
-        sides = [
-            unique_slices(term.query[-1] for term in site.terms),
-            unique_slices(term.key[-1] for term in site.terms),
-        ]
-        is_shared = len(unique_slices(itertools.chain(*sides))) < sum(map(len, sides))
-        if site.normed or is_shared:
-            return False
+    def _sides(self) -> dict[str, list[HeadSlice]]:
+        """The last weights of q and of k, or all of them if these are the same."""
+        query = unique_slices(term.query[-1] for term in self._site.terms)
+        key = unique_slices(term.key[-1] for term in self._site.terms)
+        distinct = unique_slices([*query, *key])
+        if len(distinct) < len(query) + len(key):
+            return {"query and key": distinct}
+        return {"query": query, "key": key}
+
+    def _multiplied(
+        self, sides: Iterable[Sequence[HeadSlice]]
+    ) -> tuple[Tensor, float, Logits]:
+        """Multiplies the rows of sides by numbers that differ from head to head. Returns the product [h] of each head's
+        numbers, how far two of them are apart at least, relative to one, and the logits."""
         weights: Weights = self._weights.filled()
-        factors = torch.ones(site.n_heads)
-        least = math.inf
+        factors, least = torch.ones(self._site.n_heads), math.inf
         for base, slices in zip(_BASES, sides):
             numbers = _multipliers(slices, base)
             n = len(numbers)
@@ -368,13 +370,17 @@ class Experiment:
             for s in slices:
                 by_head = numbers.expand(s.n) if n == 1 else numbers
                 weights = self._weights.multiplied([(s, None)], by_head, weights)
-            factors = factors * numbers[site.used(n)]
-        after, heads = self._rerun.logits(weights), 0
-        expected: Logits = []
-        for z in self._base:
-            of_call = factors[heads : heads + z.shape[1]].to(z)
-            expected.append(z * of_call.view(-1, 1, 1))
-            heads += z.shape[1]
+            factors = factors * numbers[self._site.used(n)]
+        return factors, least, self._rerun.logits(weights)
+
+    def is_proportional(self) -> bool:
+        """True if multiplying the rows of all query heads and of all key heads by different numbers multiplies the
+        logits of each head by the numbers of its two heads, and by nothing else."""
+        sides = self._sides()
+        if self._site.normed or len(sides) < 2:
+            return False
+        factors, least, after = self._multiplied(sides.values())
+        expected = _times(self._base, factors)
         # Small logits don't tell the numbers of two heads apart.
         limit = 4 * self._relative * _largest(expected)
         is_clear = bool((_by_head(expected) * least > 4 * limit).all())
@@ -443,43 +449,34 @@ class Experiment:
         A clip multiplies rows of q and of k, and the bound on a step relies on the same assumption, namely that logits
         are a product: multiplied by c, they must be a constant plus c times another constant.
         """
-        site = self._site
-        if site.normed:
+        if self._site.normed:
             return ""
-        query = unique_slices(term.query[-1] for term in site.terms)
-        key = unique_slices(term.key[-1] for term in site.terms)
-        distinct = unique_slices([*query, *key])
-        sides = [("query", query, 1.0), ("key", key, 1.0)]
-        noise = 64 * self._rounding
-        if len(distinct) < len(query) + len(key):
-            # If q and k are computed from the same rows, each side gets the square root of the factor.
-            sides = [("query and key", distinct, 0.5)]
-        for words, slices, power in sides:
-            most = max(s.n for s in slices)
-            # Every second head, because a quantisation step is shared by all heads.
-            heads = range(0, most, 2)
-            chosen = [(s, heads) for s in slices if s.n == most]
-            zero, sixteen = (
-                self._rerun.logits(self._weights.multiplied(chosen, c**power))
-                for c in (0.0, 16.0)
+        sides = self._sides()
+        for words, slices in sides.items():
+            factors, _, after = self._multiplied([slices])
+            if len(sides) == 1:
+                factors = factors.square()
+            zero = self._rerun.logits(
+                self._weights.multiplied([(s, None) for s in slices], 0.0)
             )
             # Where rows are divided by their length, as in DoRA, zeros give NaN, and all but the biases stays.
             zero = [torch.where(z.isfinite(), z, x) for z, x in zip(zero, self._base)]
-            first = [16 * (base - z) for base, z in zip(self._base, zero)]
-            second = [z - zero_z for zero_z, z in zip(zero, sixteen)]
-            bent, grown = _by_head(first, second), _by_head(second)
-            scales = torch.tensor(_expected(site, most, heads)).to(grown.device)
-            is_bent = (bent > 1e-2 * grown) & (bent > noise)
-            # A logit of several products may be dominated by one whose rows are not multiplied.
-            if len(chosen) == len(slices):
-                is_bent |= grown <= self._rounding
-            if bool(torch.where(scales, is_bent, grown > noise).any()):
+            expected = _times([x - z for x, z in zip(self._base, zero)], factors)
+            grown = [x - z for x, z in zip(after, zero)]
+            error, size = _by_head(expected, grown), _by_head(grown)
+            is_bent = (error > 1e-2 * size) & (error > 64 * self._rounding)
+            if bool((is_bent | (size <= self._rounding)).any()):
                 return (
-                    f"multiplied by 0 and by {16.0**power:g}, the {words} rows of every second head did "
-                    "not change its logits, and no others, in proportion: these are not a plain product of queries "
-                    "and keys"
+                    f"multiplied by numbers of 0 to 16, the {words} rows did not change its logits in proportion: these "
+                    "are not a plain product of queries and keys"
                 )
         return ""
+
+
+def _times(logits: Logits, factors: Tensor) -> Logits:
+    """The logits of each head times its factor."""
+    by_call = factors.split([z.shape[1] for z in logits])
+    return [z * f.to(z).view(-1, 1, 1) for z, f in zip(logits, by_call)]
 
 
 def _multipliers(slices: Sequence[HeadSlice], base: float) -> Tensor:

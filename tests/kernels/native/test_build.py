@@ -165,25 +165,6 @@ def test_waiting_for_another_process_ends(cache, log, monkeypatch):
     assert log.exists()
 
 
-def test_a_library_that_the_package_carries_is_taken_where_the_processor_can_run_it(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(build, "__file__", str(tmp_path / "build.py"))
-    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
-    monkeypatch.delenv("QKEEL_NATIVE_ARCH", raising=False)
-    monkeypatch.setattr(build, "_processor", lambda: "x86_64 sse2")
-    assert build.carried_library() is None
-    for target, features in build.CARRIED.items():
-        processor = " ".join(["x86_64", *features])
-        monkeypatch.setattr(build, "_processor", lambda processor=processor: processor)
-        assert build.carried_library() is None
-        library = tmp_path / build.carried_name(target)
-        library.touch()
-        assert build.compiled() == library
-    monkeypatch.setenv("QKEEL_NATIVE_ARCH", "x86-64-v2")
-    assert build.carried_library() is None
-
-
 def test_off_means_off(cache, log, monkeypatch):
     monkeypatch.setenv("QKEEL_NATIVE", "0")
     assert not operators.ready()

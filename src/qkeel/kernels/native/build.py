@@ -1,7 +1,4 @@
-"""Compiles the C++ sources on first use, once per machine, into a folder of this user alone.
-
-A wheel may carry libraries for x86-64 (`make wheel`), which are then taken instead.
-"""
+"""Compiles the C++ sources on first use, once per machine, into a folder of this user alone."""
 
 from __future__ import annotations
 
@@ -35,11 +32,6 @@ FLAGS = (
 )
 _TORCH = Path(torch.__file__).parent
 INCLUDE = (f"-I{Path(__file__).parent / 'source'}", f"-I{_TORCH / 'include'}")
-# The targets for which a wheel carries a library, the best first, and the instructions that they need.
-CARRIED = {
-    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
-    "x86-64-v3": {"avx2", "bmi2", "fma", "f16c"},
-}
 # Seconds a compiler may take.
 LONGEST = 600.0
 # Seconds of waiting for another process before torch is used instead.
@@ -63,8 +55,6 @@ def compiled(anew: bool = False) -> Path:
             can write to the cache folder.
         OSError: the cache folder cannot be written.
     """
-    if not anew and (carried := carried_library()) is not None:
-        return carried
     folder = cache_folder()
     library = folder / f"{NAME}-{key()}.so"
     if os.path.lexists(folder):
@@ -94,24 +84,6 @@ def compiled(anew: bool = False) -> Path:
 
 def _say(message: str) -> None:
     print(f"qkeel: {message}", file=sys.stderr)
-
-
-def carried_library() -> Path | None:
-    """Returns the best library for this processor among those that were installed with the package; None if there is
-    none, or if QKEEL_NATIVE_ARCH names a processor."""
-    if platform.machine() != "x86_64" or os.environ.get("QKEEL_NATIVE_ARCH"):
-        return None
-    instructions = set(_processor().split())
-    for target, needed in CARRIED.items():
-        library = Path(__file__).parent / carried_name(target)
-        if needed <= instructions and library.is_file():
-            return library
-    return None
-
-
-def carried_name(target: str) -> str:
-    """Returns the file name of a library for a target, which depends on the sources too: an old one is not taken."""
-    return f"{NAME}-{target}-{_digest(_sources())}.so"
 
 
 def cache_folder() -> Path:
@@ -151,17 +123,11 @@ def key() -> str:
     """Returns a key that depends on sources, flags and processor, so that machines can share a cache.
 
     It does not depend on torch's version, since the sources use torch's stable C interface alone."""
-    return _digest(_sources() + repr((*flags(), _processor())).encode())
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
-
-
-def _sources() -> bytes:
-    """Returns the sources and headers, one after the other."""
     files = sorted([*FOLDER.rglob("*.cpp"), *FOLDER.rglob("*.h")])
-    return b"\0".join([path.read_bytes() for path in files])
+    sources = b"\0".join([path.read_bytes() for path in files])
+    return hashlib.sha256(
+        sources + repr((*flags(), _processor())).encode()
+    ).hexdigest()[:16]
 
 
 def _processor() -> str:
