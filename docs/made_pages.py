@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qkeel.records import BlockField, Field, HeadField, LayerField
+    from qkeel.records import BlockField, Field, HeadField
 
 HERE = Path(__file__).parent
 MADE = HERE / "_made"
@@ -174,13 +174,12 @@ def field_tables() -> dict[str, str]:
     from qkeel.records import (
         BLOCK_FIELDS,
         HEAD_FIELDS,
-        LAYER_FIELDS,
         MONITOR_FIELDS,
         STEP_FIELDS,
         TABLE_COLUMNS,
     )
 
-    def table(fields: Mapping[str, Field | HeadField | LayerField | BlockField]) -> str:
+    def table(fields: Mapping[str, Field | HeadField | BlockField]) -> str:
         rows = [
             f"| `{name}` | {field.unit} | {field.meaning.replace('|', '&#124;')} |"
             for name, field in fields.items()
@@ -193,7 +192,6 @@ def field_tables() -> dict[str, str]:
             {f"monitor_{name}": field for name, field in MONITOR_FIELDS.items()}
         ),
         "head-fields": table(HEAD_FIELDS),
-        "layer-fields": table(LAYER_FIELDS),
         "block-fields": table(
             {f"{name}/LAYER": field for name, field in BLOCK_FIELDS.items()}
         ),

@@ -23,7 +23,6 @@ from qkeel.lab.plan import PlannedRun
 from qkeel.records import (
     BLOCK_FIELDS,
     HEAD_FIELDS,
-    LAYER_FIELDS,
     MONITOR_FIELDS,
     RunDirectory,
     RunStatus,
@@ -285,7 +284,7 @@ def test_explain_prints_formula_and_source(name, said, not_said, capsys):
 
 
 def test_explain_says_what_a_recorded_number_is(capsys):
-    names = [*HEAD_FIELDS, *LAYER_FIELDS, *BLOCK_FIELDS]
+    names = [*HEAD_FIELDS, *BLOCK_FIELDS]
     names += [f"monitor_{name}" for name in MONITOR_FIELDS]
     for name in names:
         assert main(["explain", name]) == 0

@@ -193,19 +193,10 @@ with qkeel.watch(model, optimizer, rules=qkeel.monitor.Ceiling(threshold=-100.0)
     assert lines[1:] == ["  optimizer.step()"]
 
 
-@pytest.mark.filterwarnings("ignore::qkeel.errors.AlarmWarning")
 def test_the_line_of_an_alarm_names_all_optimizers():
-    model = small()
-    optimizers = [
-        torch.optim.Muon([p for p in model.parameters() if p.ndim == 2]),
-        torch.optim.AdamW(p for p in model.parameters() if p.ndim != 2),
-    ]
-    rule = Ceiling(threshold=1e-6)
-    with watch(model, optimizers, rules=[rule]) as monitor:
-        for step in range(2):
-            model(batch(step)).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-        line = monitor.alarms[0].remedy
+    model = qkeel.nn.Attention(8, 2)
+    sites = qkeel.find_sites(model, batch(0))
+    optimizers = [adamw(model), adamw(model)]
+    (rule,) = fitted([Ceiling(threshold=1.0)], model, sites, optimizers)
     spec = "qk_clip:threshold=15,steps=matched"
-    assert line == f'qkeel.apply(model, "{spec}", optimizers)'
+    assert rule.remedy == f'qkeel.apply(model, "{spec}", optimizers)'

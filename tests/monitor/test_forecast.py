@@ -8,7 +8,7 @@ from numpy.testing import assert_allclose
 
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.monitor import PlannedRates
-from qkeel.monitor.forecast import Forecast, clock, forecast
+from qkeel.monitor.forecast import clock, forecast
 
 STEPS = np.arange(1.0, 201.0)
 
@@ -45,23 +45,6 @@ def test_a_hole_in_the_record_is_left_out():
     values[50:60] = np.nan
     ahead = forecast(STEPS, values, 400.0)
     assert ahead.step == pytest.approx(400)
-
-
-def test_a_forecast_that_says_nothing_names_no_step():
-    vague = Forecast(
-        threshold=100.0, value=20.0, exponent=0.1, step=1.16e6, low=4300.0, high=5.2e8
-    )
-    assert (
-        str(vague)
-        == "will not pass 100 before step 4,300 if the learning rate stays the same"
-    )
-    near = Forecast(
-        threshold=1e3, value=83.65, exponent=1.0, step=43.0, low=23.0, high=101.0
-    )
-    assert (
-        str(near)
-        == "will pass 1,000 at step 43 (90 % interval 23 to 101) if the learning rate stays the same"
-    )
 
 
 def test_rates_and_steps_must_pair():

@@ -8,15 +8,10 @@ from qkeel.monitor import Sample, sample_line, sample_table
 from .samples import LAYERS, sample
 
 
-def test_heads_are_folded_by_the_worst_or_by_the_mean():
-    one = sample(3, min_logit=[[-1.0, -2.0, 0.0], [-5.0, 1.0]])
-    assert one.by_layer("max_logit").tolist() == [3.0, 14.23]
-    assert one.by_layer("min_logit").tolist() == [-2.0, -5.0]
+def test_the_whole_model_is_folded_over_heads_and_not_over_layers():
+    one = sample(3)
     assert one.by_layer("entropy").tolist() == [3.0, 1.5]
-    assert one.overall("entropy") == pytest.approx(
-        12 / 5
-    )  # over heads, not over layers
-    assert one.overall("max_logit") == 14.23
+    assert one.overall("entropy") == pytest.approx(12 / 5)
     assert np.isnan(one.overall("key_norm"))
 
 

@@ -1,23 +1,29 @@
-"""Numbers of a layer made of its heads' sink shares, and the rule on them."""
+"""The share of a model's heads that are sinks."""
 
 import numpy as np
+import torch
 
-from qkeel.monitor import Sample, sample_table
-from qkeel.records import SINK_HEAD, explain_field
+import qkeel
+from qkeel.records import SINK_HEAD
 
 
 def test_the_whole_models_share_is_over_heads_and_not_over_layers():
-    shares = np.array([[0.9, np.nan, np.nan], [0.1, 0.2, 0.3]])
-    one = Sample(step=4, layers=("a", "b"), heads={"sink_share": shares})
-    assert one.overall("sink_head_ratio") == 0.25
-    found = one.summaries()
-    assert found["attn/sink_head_ratio"] == 0.25
-    assert found["attn/layer_00/sink_head_ratio"] == 1.0
-    assert "sink heads" in sample_table(one)
-    assert "sink heads" not in sample_table(
-        Sample(step=0, layers=("a",), heads={"entropy": np.ones((1, 1))})
-    )
-    assert (
-        explain_field("sink_head_ratio")
-        == f"share of heads with sink_share above {SINK_HEAD} [share]"
-    )
+    torch.manual_seed(0)
+    config = qkeel.nn.DecoderConfig(vocab_size=20, n_layers=2, n_heads=4)
+    model = qkeel.nn.Decoder(config)
+    # Spiky attention gives the first of a few keys more than its share in some heads.
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.q_proj.weight *= 30
+    with qkeel.watch(model) as monitor:
+        model(torch.randint(0, 20, (2, 3)))
+        sample = monitor.sample
+    shares = sample.heads["sink_share"]
+    expected = (shares > SINK_HEAD).mean()
+    assert 0 < expected < 1
+    assert sample.overall("sink_head_ratio") == expected
+    found = sample.summaries()
+    assert found["attn/sink_head_ratio"] == expected
+    assert found["attn/layer_01/sink_head_ratio"] == (shares[1] > SINK_HEAD).mean()
+    assert "sink heads" in monitor.table()
+    assert np.isin(sample.heads["sink_head_ratio"], (0, 1)).all()

@@ -13,7 +13,6 @@ import qkeel
 from qkeel.records import (
     BLOCK_FIELDS,
     HEAD_FIELDS,
-    LAYER_FIELDS,
     MONITOR_FIELDS,
     RunDirectory,
     explain_field,
@@ -98,14 +97,14 @@ def test_nearly_every_field_is_measured_here(watched, sparse):
     assert set(sample.monitor) == set(MONITOR_FIELDS)
 
 
-@pytest.mark.parametrize("name", [*HEAD_FIELDS, *LAYER_FIELDS, *BLOCK_FIELDS])
+@pytest.mark.parametrize("name", [*HEAD_FIELDS, *BLOCK_FIELDS])
 def test_a_number_of_heads_layers_or_blocks_is_everywhere(name, watched, sparse, pages):
     path, sample, history, table = sparse if name in SPARSE else watched
     page = pages[path]
     assert explain_field(name).endswith("]")
     if name in ELSEWHERE:
         return
-    field = {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS}[name]
+    field = {**HEAD_FIELDS, **BLOCK_FIELDS}[name]
     known = sample.by_layer(name)
     whole = sample.overall(name)
     keys = sample.summaries()

@@ -52,7 +52,7 @@ def members_of(measured, fields):
 
 
 def on_host(table, vector):
-    return StepVector(table, [torch.from_numpy(vector)])
+    return StepVector(table, torch.from_numpy(vector))
 
 
 def reduced(members, measured):
@@ -60,12 +60,10 @@ def reduced(members, measured):
     tables = [SharedTable(members, rank) for rank in range(len(members))]
     sent = []
     for table, of_rank in zip(tables, measured, strict=True):
-        vector = None if of_rank is None else vector_of(flatten(*of_rank)[1])
+        vector = None if of_rank is None else vector_of(flatten(*of_rank)[1]).numpy()
         sent.append(table.split(vector))
-    largest, sums = (torch.stack(vectors) for vectors in zip(*sent))
-    everywhere = [
-        table.join(largest.amax(0).numpy(), sums.sum(0).numpy()) for table in tables
-    ]
+    largest, sums = map(np.stack, zip(*sent))
+    everywhere = [table.join(largest.max(0), sums.sum(0)) for table in tables]
     for vector in everywhere:
         np.testing.assert_array_equal(vector, everywhere[0])
     return None if everywhere[0] is None else on_host(tables[0].table, everywhere[0])

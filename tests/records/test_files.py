@@ -4,12 +4,8 @@ import json
 import math
 import os
 import resource
-import shutil
-import signal
-from collections import namedtuple
 
 import pytest
-from tests.training import warned
 
 from qkeel.errors import DamagedFileError, InvalidValueError, RunDirectoryError
 from qkeel.records import (
@@ -25,7 +21,6 @@ from qkeel.records.disk import (
     locked,
     make_directory,
     refuse_path,
-    replacing,
 )
 from qkeel.records.file_formats import read_toml
 
@@ -55,58 +50,6 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypa
         write_text(tmp_path / "x.txt", "new")
     assert (tmp_path / "x.txt").read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_disk_that_is_too_full_says_what_is_needed_and_what_is_free(
-    tmp_path, monkeypatch
-):
-    space = namedtuple("space", "free")(2_000_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: space)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(RunDirectoryError, match=r"5\.0 MB.*2\.0 MB are free"):
-            write_text(tmp_path / "x.txt", 5_000_000 * "x")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("directory", [False, True])
-def test_what_a_killed_process_leaves_is_removed_and_named_by_the_next_for_the_same_path(
-    tmp_path, directory
-):
-    path, of_another = tmp_path / "out", tmp_path / ".out.original.part"
-    of_another.touch()
-
-    def write():
-        with warned() as caught, replacing(path, 3, directory=directory) as temporary:
-            (temporary / "x" if directory else temporary).write_text("new")
-        return caught
-
-    child = os.fork()
-    if child == 0:
-        try:
-            with replacing(path, 3, directory=directory):
-                os.kill(os.getpid(), signal.SIGSTOP)
-        finally:
-            os._exit(1)
-    os.waitpid(child, os.WUNTRACED)
-    (left,) = {*tmp_path.iterdir()} - {of_another}
-    try:
-        # What another process still writes stays.
-        assert not write()
-        assert left.exists()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    written = path / "x" if directory else path
-    assert written.read_text() == "new"
-    if directory:
-        written.unlink()
-    (said,) = write()
-    assert left.name in said
-    assert {*tmp_path.iterdir()} == {path, of_another}
 
 
 def test_an_unwritable_place_is_one_clear_error(tmp_path):

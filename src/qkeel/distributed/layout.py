@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
@@ -50,11 +50,6 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if is_split(x) else x  # type: ignore[attr-defined]
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """True if fully_shard was applied to the model or a part of it."""
-    return any(_is(module, _FSDP) for module in model.modules())
-
-
 def gathered_axes(model: nn.Module) -> dict[int, int]:
     """Maps the id of each parameter that fully_shard gathers for a pass to the number of mesh axes it is gathered over.
 
@@ -75,19 +70,23 @@ def splits_heads(model: nn.Module) -> bool:
     Sharded data parallelism (fully_shard) also splits weights, along separate mesh axes, but gathers them for each
     pass.
     """
-    if not on():
-        return False
-    gathered = gathered_axes(model)
-    for p in model.parameters():
-        if is_split(p):
-            n_split = sum(not placement.is_replicate() for placement in p.placements)  # type: ignore[attr-defined]
-            if n_split > (id(p) in gathered):
-                return True
-    return False
+    return on() and bool(head_axes(model, model.parameters()))
 
 
 # Ranks along a mesh axis, including this process's -> this process's index on the axis.
 Axes = dict[tuple[int, ...], int]
+
+
+def _splits(p: Tensor) -> Iterator[tuple[Any, int, tuple[int, ...]]]:
+    """Yields each axis over which a parameter is split, with its mesh and this process's place in that."""
+    if not is_split(p):
+        return
+    mesh = p.device_mesh  # type: ignore[attr-defined]
+    coordinate = mesh.get_coordinate()
+    for axis, placement in enumerate(p.placements):  # type: ignore[attr-defined]
+        splits = not (placement.is_replicate() or placement.is_partial())
+        if splits and coordinate is not None:
+            yield mesh, axis, coordinate
 
 
 def split_axes(
@@ -96,13 +95,8 @@ def split_axes(
     """Returns the axes over which any of these parameters is split, without the first `skip(p)` axes of each."""
     axes: Axes = {}
     for p in parameters:
-        if not is_split(p):
-            continue
-        mesh = p.device_mesh  # type: ignore[attr-defined]
-        coordinate = mesh.get_coordinate()
-        for axis, placement in enumerate(p.placements):  # type: ignore[attr-defined]
-            splits = not (placement.is_replicate() or placement.is_partial())
-            if axis >= skip(p) and coordinate is not None and splits:
+        for mesh, axis, coordinate in _splits(p):
+            if axis >= skip(p):
                 line = tuple(
                     slice(None) if other == axis else at
                     for other, at in enumerate(coordinate)
@@ -193,7 +187,7 @@ def wrapped_by(model: nn.Module) -> str:
     around = wrappers(model)
     if around:
         return type(around[0]).__name__
-    if is_sharded(model):
+    if any(_is(module, _FSDP) for module in model.modules()):
         return "fully_shard"
     return "tensor parallel" if any(map(is_split, model.parameters())) else ""
 
@@ -363,17 +357,7 @@ def _shard(model: nn.Module) -> str:
     """Describes this process's position on the axes that split weights, by a string that is the same for replicas."""
     positions = set()
     for p in model.parameters():
-        if is_split(p):
-            mesh = p.device_mesh  # type: ignore[attr-defined]
-            coordinate, names = (
-                mesh.get_coordinate(),
-                mesh.mesh_dim_names or range(mesh.ndim),
-            )
-            for axis, placement in enumerate(p.placements):  # type: ignore[attr-defined]
-                if coordinate is not None and not (
-                    placement.is_replicate() or placement.is_partial()
-                ):
-                    positions.add(
-                        f"{names[axis]} of {mesh.shape[axis]}: {coordinate[axis]}"
-                    )
+        for mesh, axis, coordinate in _splits(p):
+            name = (mesh.mesh_dim_names or range(mesh.ndim))[axis]
+            positions.add(f"{name} of {mesh.shape[axis]}: {coordinate[axis]}")
     return ", ".join(sorted(positions))

@@ -13,12 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, final
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from qkeel.distributed.layout import Layout
 from qkeel.errors import InvalidValueError
-from qkeel.functional.norms import widest
 
 MergeRule = Literal["max", "min", "sum", "mean", "root", "root_mean"]
 Axis = Literal["", "query", "key"]
@@ -63,6 +60,8 @@ class Column(NamedTuple):
 Form = tuple[Column, ...]
 # Numbers that do not belong to a site.
 WHOLE_MODEL = ("lr", "train_loss")
+# Stands for infinity where infinity stands for NaN.
+_MOST = np.finfo(np.float64).max
 
 
 @final
@@ -99,7 +98,6 @@ class StepTable:
                 self._weight_of[indices] = of_weights.reshape(
                     of_weights.shape + missing
                 )
-        self._on_device: dict[torch.device, list[Tensor]] = {}
 
     def indices(self, column: Column) -> np.ndarray:
         """Returns the index of each value of a column [sites, *shape]."""
@@ -116,41 +114,28 @@ class StepTable:
         known[:-1][~(weights[self._weight_of] > 0)] = np.nan
         return known
 
-    def split(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns `largest` and `sums` of a vector, on its device."""
-        device = vector.device
-        if device not in self._on_device:
-            signs = torch.from_numpy(self._signs).to(device, vector.dtype)
-            arrays = (self._weight_of, self._squared, self._divided)
-            self._on_device[device] = [
-                signs,
-                *(torch.from_numpy(array).to(device) for array in arrays),
-            ]
-        signs, weight_of, squared, divided = self._on_device[device]
-        weights = torch.cat([vector, vector.new_ones(1)])[weight_of]
+    def split(self, vector: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns `largest` and `sums` of a vector."""
+        weights = np.append(vector, 1.0)[self._weight_of]
         has_data = weights > 0
-        # No reduction to maxima is guaranteed to keep NaN: it is sent as infinity, and infinity as the largest number.
-        tops = (vector * signs).nan_to_num(
-            torch.inf, torch.finfo(vector.dtype).max, -torch.inf
-        )
-        # Roots and means do not add up; squares and weighted sums do.
-        powers = torch.where(squared, vector.square(), vector)
-        shares = torch.where(divided, weights * powers, powers)
-        is_extreme = signs != 0
-        return torch.where(is_extreme & has_data, tops, -torch.inf), torch.where(
-            ~is_extreme & has_data, shares, 0.0
-        )
+        is_extreme = self._signs != 0
+        with np.errstate(invalid="ignore", over="ignore"):
+            # No reduction to maxima is guaranteed to keep NaN: it is sent as infinity, and infinity as the largest
+            # number.
+            tops = np.nan_to_num(
+                vector * self._signs, nan=np.inf, posinf=_MOST, neginf=-np.inf
+            )
+            # Roots and means do not add up; squares and weighted sums do.
+            powers = np.where(self._squared, np.square(vector), vector)
+            shares = np.where(self._divided, weights * powers, powers)
+        largest = np.where(is_extreme & has_data, tops, -np.inf)
+        return largest, np.where(~is_extreme & has_data, shares, 0.0)
 
     def join(self, largest: np.ndarray, sums: np.ndarray) -> np.ndarray:
         """Returns the vector of the merged data, from the maxima and the sums over all data."""
         weights = np.append(sums, 1.0)[self._weight_of]
-        # The numbers may have been split in float32, on a device that has no float64.
-        is_infinite = (largest == np.finfo(np.float32).max) | (
-            largest == np.finfo(np.float64).max
-        )
-        tops = np.where(
-            largest == np.inf, np.nan, np.where(is_infinite, np.inf, largest)
-        )
+        tops = np.where(largest == _MOST, np.inf, largest)
+        tops = np.where(largest == np.inf, np.nan, tops)
         with np.errstate(divide="ignore", invalid="ignore"):
             means = np.where(self._divided, sums / weights, sums)
             means = np.where(self._squared, np.sqrt(means), means)
@@ -163,10 +148,8 @@ class StepTable:
         """Returns the vector of the merged data of several steps."""
         if len(vectors) == 1:
             return vectors[0]
-        halves = [self.split(torch.from_numpy(vector)) for vector in vectors]
-        largest = torch.stack([half[0] for half in halves]).amax(0)
-        sums = torch.stack([half[1] for half in halves]).sum(0)
-        return self.join(largest.numpy(), sums.numpy())
+        largest, sums = zip(*map(self.split, vectors))
+        return self.join(np.max(largest, axis=0), np.sum(sums, axis=0))
 
 
 step_table = functools.lru_cache(maxsize=64)(StepTable)
@@ -315,7 +298,6 @@ class SharedTable:
                 )
         self.table = step_table(tuple(columns.values()))
         self._indices = self._contributions(columns)
-        self._on_device: dict[torch.device, list[Tensor]] = {}
 
     def _name(self, part: _Part, site: str, name: str) -> str:
         """Returns the name in the whole model of the site of a number."""
@@ -390,26 +372,20 @@ class SharedTable:
         peers = [peer for peer in of_stage if role(peer) == role(part)]
         return max(peers, key=lambda peer: peer.member.keys_seen) is part
 
-    def split(self, vector: Tensor | None) -> tuple[Tensor, Tensor]:
+    def split(self, vector: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Returns the two vectors of this process, one to be reduced to maxima and one to sums.
 
         vector: this process's numbers, or None if it has none in this step.
         """
-        device = torch.device("cpu") if vector is None else vector.device
-        like = {"dtype": widest(device), "device": device}
-        largest = torch.full((self.table.size,), -torch.inf, **like)
+        largest = np.full(self.table.size, -np.inf)
         # The first sum counts the processes that have numbers.
-        sums = torch.zeros(1 + self.table.size, **like)
+        sums = np.zeros(1 + self.table.size)
         if vector is not None:
-            if device not in self._on_device:
-                self._on_device[device] = [
-                    torch.from_numpy(indices).to(device) for indices in self._indices
-                ]
-            source, target = self._on_device[device]
+            source, target = self._indices
             own_largest, own_sums = self.own_table.split(vector)
-            largest.index_copy_(0, target, own_largest[source])
-            sums[1:].index_copy_(0, target, own_sums[source])
-            sums[:1].fill_(1.0)
+            largest[target] = own_largest[source]
+            sums[1 + target] = own_sums[source]
+            sums[0] = 1.0
         return largest, sums
 
     def join(self, largest: np.ndarray, sums: np.ndarray) -> np.ndarray | None:

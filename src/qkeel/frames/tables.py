@@ -1,11 +1,10 @@
-"""Records as tables: a small frame of arrays with conversions to pandas, CSV, Parquet, HTML and matplotlib."""
+"""Records as tables: a small frame of arrays with conversions to pandas, CSV, Parquet and matplotlib."""
 
 from __future__ import annotations
 
 import csv
-import html
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -14,39 +13,10 @@ import numpy as np
 from qkeel.errors import needed
 from qkeel.options import lookup
 
-# HTML for pages and notebooks.
-
-
-class Markup(str):
-    """Text that is already HTML."""
-
-    __slots__ = ()
-
-
-def markup(template: str, *values: object, **named: object) -> Markup:
-    """Fills the fields of an HTML template. Everything that is not Markup is escaped, so no caller can forget it; the
-    items of an iterable are escaped one by one and follow one another.
-
-    >>> markup('<p class="note">{}{}</p>', "a < b", [Markup("<br>"), "&"])
-    '<p class="note">a &lt; b<br>&amp;</p>'
-    """
-    filled = {name: _escaped(value) for name, value in named.items()}
-    return Markup(template.format(*map(_escaped, values), **filled))
-
-
-def _escaped(value: object) -> str:
-    if isinstance(value, str):
-        return value if isinstance(value, Markup) else html.escape(value)
-    assert isinstance(value, Iterable)
-    return "".join(map(_escaped, value))
-
-
 # Tables of named columns, and the tables of a run: one row per step, or per step, layer and head.
 
 # An object of an optional library: a DataFrame, an Axes.
 Foreign = Any
-# a notebook shows this many rows from each end.
-_SHOWN = 6
 
 
 @final
@@ -108,24 +78,6 @@ class Frame:
     def __repr__(self) -> str:
         return f"<Frame of {len(self):,} rows: {', '.join(self.columns)}>"
 
-    def _repr_html_(self) -> str:
-        """Shows the first and the last rows."""
-        n = len(self)
-        rows = [*range(min(n, _SHOWN)), *range(max(_SHOWN, n - _SHOWN), n)]
-        lines = [
-            [_cell(values[row]) for values in self.columns.values()] for row in rows
-        ]
-        if n > len(rows):
-            lines.insert(_SHOWN, ["…"] * len(self.columns))
-        table = [
-            markup("<tr>{}</tr>", [markup("<th>{}</th>", x) for x in self.columns])
-        ]
-        for line in lines:
-            table.append(
-                markup("<tr>{}</tr>", [markup("<td>{}</td>", x) for x in line])
-            )
-        return markup("<div><p>{} rows</p><table>{}</table></div>", f"{n:,}", table)
-
 
 def arrow() -> Foreign:
     """Returns the module pyarrow, with its submodule parquet.
@@ -136,10 +88,6 @@ def arrow() -> Foreign:
     with needed("Parquet", "pyarrow"):
         import pyarrow.parquet
     return pyarrow
-
-
-def _cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, (float, np.floating)) else str(value)
 
 
 def steps_frame(steps: np.ndarray, values: Mapping[str, np.ndarray]) -> Frame:
@@ -237,21 +185,14 @@ def draw_heads(
 ) -> None:
     """Draws a heat map of one record [layers heads]; heads that a layer does not have stay empty.
 
-    The colours are those of a symmetric logarithmic scale if both signs occur, and of a logarithmic one if positive
-    values span a factor of 10.
+    The colours are those of a scale that is linear between -1 and 1 and logarithmic beyond.
     """
     from matplotlib import colors  # pyright: ignore[reportMissingImports]
 
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    norm, cmap = colors.Normalize(low, high), "viridis"
-    if low < 0 < high:
-        # With the same limit on both sides, 0 is the white in the middle of the colours.
-        most = max(-low, high, 1.0)
-        norm, cmap = colors.SymLogNorm(1.0, vmin=-most, vmax=most), "RdBu_r"
-    elif low > 0 and high > 10 * low:
-        norm = colors.LogNorm(low, high)
+    norm = colors.SymLogNorm(1.0, vmin=low, vmax=high)
     image = ax.imshow(
-        values, aspect="auto", interpolation="nearest", cmap=cmap, norm=norm
+        values, aspect="auto", interpolation="nearest", cmap="viridis", norm=norm
     )
     ax.figure.colorbar(image, ax=ax, label=label)
     if len(names) <= 3 * _NAMED:

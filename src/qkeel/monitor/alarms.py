@@ -116,7 +116,7 @@ def rules_for(setting: Setting) -> tuple[Rule, ...]:
     ['saturation', 'resolution bf16 eager']
     """
     dtype, kernel, width = setting.dtype, setting.kernel, setting.head_dim
-    facts = Facts(dtype=dtype or "", is_fused=kernel == "fused")
+    facts = Facts(dtype=dtype or "")
     rules = [
         dataclasses.replace(rule, facts=facts) if isinstance(rule, NonFinite) else rule
         for rule in DEFAULT

@@ -127,14 +127,13 @@ class Facts:
     """What records do not say, as far as it is known.
 
     weights: the names of the query weights and of the key weights of each layer. dtype: the number format of the
-    logits. is_fused: whether all attention is by kernels, which give rows without a key zeros.
+    logits.
     """
 
     weights: Mapping[str, tuple[Sequence[str], Sequence[str]]] = dataclasses.field(
         default_factory=dict
     )
     dtype: str = ""
-    is_fused: bool = False
 
 
 def first_origin(history: History, facts: Facts) -> Origin | None:
@@ -189,18 +188,13 @@ def first_origin(history: History, facts: Facts) -> Origin | None:
                 f"between the queries and keys of {name} (finite, |q| |k| at most {size:,.3g}) and its logits (not "
                 "finite): look at its mask and biases"
             )
-    elif facts.is_fused or np.isnan(last("empty_sample")):
+    elif np.isnan(last("empty_sample")):
         meaning = f"between the logits of {name} (finite) and its output (not finite)"
     else:
         sample, query = last("empty_sample"), last("empty_query")
         meaning = (
             f"in an empty row in {name}: sample {sample:.0f}, query {query:.0f} sees no key, and a softmax over "
             "nothing is NaN"
-        )
-    heirs = len(broken) - 1
-    if heirs and stage != WEIGHTS:
-        meaning += (
-            f"; {heirs} other layer{'s' * (heirs > 1)} inherit{'s' * (heirs == 1)} it"
         )
     return Origin(layer=layer, head=head, stage=stage, meaning=meaning)
 

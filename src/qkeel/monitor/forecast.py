@@ -24,9 +24,6 @@ LEAST_EXPONENT = 0.05
 # The fit uses the last decade of the clock; in a long warm-up, the logit hardly changes
 # before that.
 WINDOW = 10.0
-# Times the low end of an interval; a wider forecast says only before which step the
-# logit will not pass.
-VAGUE = 10.0
 # In ln clock; further than any training goes.
 FARTHEST = 50.0
 # The interval is measured, not derived: residuals of one run are not independent draws, and they do not show what bends
@@ -54,32 +51,17 @@ class Forecast:
     end: int | None = None
 
     def __str__(self) -> str:
-        """`will pass 10,000 at step 2,140 (90 % interval 1,950 to 2,340)`, followed by the condition, if any. If the
-        interval is too wide for its middle to be informative, the text names a step before which the logit will not
-        pass the threshold."""
-        condition = " if the learning rate stays the same" if self.end is None else ""
+        """`will pass 10,000 at step 2,140 (90 % interval 1,950 to 2,340)`, in which `never` means not within this run,
+        followed by the condition, if any."""
         if not math.isfinite(self.step):
             return f"will not pass {self.threshold:,g} within this run"
-        if self.vague:
-            return f"will not pass {self.threshold:,g} before step {_round(self.low):,}{condition}"
-        return f"will pass {self.threshold:,g} at step {_round(self.step):,} ({self.interval}){condition}"
-
-    @property
-    def vague(self) -> bool:
-        """Returns whether the interval spans more than a factor of VAGUE."""
-        return (
-            min(self.high, math.inf if self.end is None else float(self.end))
-            > VAGUE * self.low
-        )
-
-    @property
-    def interval(self) -> str:
-        """Returns text such as `90 % interval 1,950 to 2,340`, in which `never` means not within this run."""
+        condition = " if the learning rate stays the same" if self.end is None else ""
         low, high = (
             f"{_round(x):,}" if math.isfinite(x) else "never"
             for x in (self.low, self.high)
         )
-        return f"90 % interval {low} to {high}"
+        step = f"{_round(self.step):,} (90 % interval {low} to {high})"
+        return f"will pass {self.threshold:,g} at step {step}{condition}"
 
 
 def _round(x: float) -> int:

@@ -159,7 +159,7 @@ class History:
         return self.values[name][:, None, None] if name in self.values else None
 
     def by_layer(self, name: str) -> np.ndarray | None:
-        """Returns [n layers]: a head field aggregated over heads, or a field of records.LAYER_FIELDS or BLOCK_FIELDS;
+        """Returns [n layers]: a head field aggregated over heads, or a field of records.BLOCK_FIELDS;
         None if it was not recorded."""
         return layer_values(name, self.layers, self.values, self.heads)
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import html
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,6 @@ from qkeel.capture.example import Arguments
 from qkeel.capture.visible_pattern import LayerType
 from qkeel.distributed.layout import Layout
 from qkeel.errors import AlarmWarning, caution
-from qkeel.frames.tables import markup
 from qkeel.handle import Handle, State, under
 from qkeel.monitor.alarms import fitted, logit_limits, rules_for
 from qkeel.monitor.cadence import Cadence, MeasuredSteps
@@ -349,7 +349,7 @@ class Monitor(Handle):
         )
 
     def _repr_html_(self) -> str:
-        return markup("<pre>{}</pre>", self.table())
+        return f"<pre>{html.escape(self.table())}</pre>"
 
     def __enter__(self) -> Self:
         return self
@@ -476,8 +476,6 @@ class Monitor(Handle):
 
     def _types(self) -> Mapping[str, LayerType]:
         """The types of the observed layers of all models."""
-        if "" in self._models:
-            return self._models[""].sites.types
         types: dict[str, LayerType] = {}
         for name, numbers in self._models.items():
             of_model = numbers.sites.types.items()

@@ -10,7 +10,8 @@ from contextlib import suppress
 from typing import final
 
 import numpy as np
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from qkeel import distributed as dist
 from qkeel.distributed.agree import (
@@ -167,16 +168,18 @@ class ProcessGroup:
                 )
             vector = vector_of(tensors)
 
-        def exchange(vectors: list[Tensor]) -> tuple[np.ndarray | None, float]:
+        def exchange(
+            vector: np.ndarray | None,
+        ) -> tuple[np.ndarray | None, float]:
+            largest, sums = members.split(vector)
             try:
-                group.reduce_(vectors[0], "max")
-                group.reduce_(vectors[1], "sum")
+                group.reduce_(torch.from_numpy(largest), "max")
+                group.reduce_(torch.from_numpy(sums), "sum")
             except RuntimeError as error:
                 raise InvalidValueError(_GONE) from error
-            largest, sums = (x.numpy() for x in vectors)
             return members.join(largest, sums), float(sums[0])
 
-        return StepVector(members.table, members.split(vector), exchange)
+        return StepVector(members.table, vector, exchange)
 
     def leave(self) -> None:
         """Leaves the group: the other processes learn it in their next exchange."""
@@ -186,8 +189,7 @@ class ProcessGroup:
         elif self._name and not self._alone:
             # The store may have ended with the process that hosts it.
             with suppress(RuntimeError):
-                for point in ("begins", "meets"):
-                    withdraw(f"{self._name} {point}")
+                withdraw(f"{self._name} meets")
 
     def _meet(self, stats: StatsBySite, numbers: Numbers) -> None:
         """Lets all processes introduce themselves, and finds those that run the same model as this one."""

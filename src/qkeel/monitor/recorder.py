@@ -334,6 +334,6 @@ def _merged(vectors: Sequence[StepVector]) -> list[StepVector]:
     for vector in vectors:
         by_table.setdefault(vector.table, []).append(vector.vector)
     return [
-        StepVector(table, [torch.from_numpy(table.merge(of_table))])
+        StepVector(table, torch.from_numpy(table.merge(of_table)))
         for table, of_table in by_table.items()
     ]

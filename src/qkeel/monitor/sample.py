@@ -22,11 +22,9 @@ from qkeel.records import (
     BLOCK_FIELDS,
     CLASS_FIELDS,
     HEAD_FIELDS,
-    LAYER_FIELDS,
     fold_heads,
     layer_fields,
     layer_values,
-    measured_field,
 )
 from qkeel.records.run_directory import made_on
 from qkeel.sites.find import site_label
@@ -72,14 +70,14 @@ class Sample:
 
     def by_layer(self, name: str) -> np.ndarray:
         """Returns [layers]: a head field, aggregated over heads as records.HEAD_FIELDS specifies, or a field of
-        records.LAYER_FIELDS or BLOCK_FIELDS; NaN where nothing was measured."""
+        records.BLOCK_FIELDS; NaN where nothing was measured."""
         values = layer_values(name, self.layers, self.values, self.heads)
         return np.full(len(self.layers), np.nan) if values is None else values
 
     def overall(self, name: str) -> float:
-        """Returns a head, layer or block field aggregated over the whole model, or else the value with that name, or
+        """Returns a head or block field aggregated over the whole model, or else the value with that name, or
         else NaN."""
-        heads = self.heads.get(measured_field(name))
+        heads = self.heads.get(name)
         if name in BLOCK_FIELDS:
             prefix = f"{name}/"
             blocks = [x for key, x in self.values.items() if key.startswith(prefix)]
@@ -121,7 +119,7 @@ class Sample:
         or NaN.
 
         per_layer: the fields that get one key per layer; None stands for the fields marked per_layer in
-        records.HEAD_FIELDS and LAYER_FIELDS.
+        records.HEAD_FIELDS and BLOCK_FIELDS.
 
         The loss and the learning rate are left out, because the trainer logs them under its own names.
         """
@@ -131,13 +129,10 @@ class Sample:
         digits = max(2, len(str(len(self.layers) - 1)))
         key_of = {x: f"layer_{i:0{digits}d}" for i, x in enumerate(self.layers)}
         names = [*self.heads]
-        names += [
-            name for name, field in LAYER_FIELDS.items() if field.of in self.heads
-        ]
         names += [n for n in self.values if n in HEAD_FIELDS and n not in self.heads]
         summaries = {f"attn/{name}": self.overall(name) for name in names}
         for name in per_layer:
-            if measured_field(name) in self.heads:
+            if name in self.heads:
                 for key, value in zip(key_of.values(), self.by_layer(name)):
                     summaries[f"attn/{key}/{name}"] = float(value)
         for name, value in self.values.items():
@@ -257,7 +252,7 @@ def sample_table(
 
 def _columns() -> dict[str, str]:
     """The headings of the fields that the table shows."""
-    fields = {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS, **CLASS_FIELDS}
+    fields = {**HEAD_FIELDS, **BLOCK_FIELDS, **CLASS_FIELDS}
     return {name: field.column for name, field in fields.items() if field.column}
 
 

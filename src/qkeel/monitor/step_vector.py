@@ -21,7 +21,13 @@ from qkeel.functional.norms import widest
 from qkeel.functional.statistics import MERGES, LogitStats, of_key_heads
 from qkeel.monitor.finite_stages import finite_stages, place_of_row
 from qkeel.monitor.numbers import Number, Numbers, StatsBySite
-from qkeel.records import CLASS_FIELDS, HEAD_FIELDS, NON_FINITE, fold_heads
+from qkeel.records import (
+    CLASS_FIELDS,
+    HEAD_FIELDS,
+    NON_FINITE,
+    SINK_HEAD,
+    fold_heads,
+)
 
 # The statistics by token class stand in a vector under their names behind this.
 BY_CLASS = "class_"
@@ -67,26 +73,6 @@ def _statistics_columns(
     return (*columns(MERGES, ""), *of_classes)
 
 
-@functools.lru_cache(maxsize=1024)
-def _number_columns(
-    sites: tuple[str, ...],
-    name: str,
-    shape: tuple[int, ...],
-    rule: MergeRule,
-    is_weighted: bool,
-    by_head: bool,
-    of: str,
-) -> tuple[Column, ...]:
-    """Returns the column of a number, and that of its weight if it has one. Each step gets the same objects, which are
-    compared at once."""
-    axis: Axis = "query" if by_head else ""
-    if not is_weighted:
-        return (Column(sites, name, shape, rule, axis=axis),)
-    by_weights, weight = of == "weights", name + WEIGHT
-    column = Column(sites, name, shape, rule, weight, axis, by_weights)
-    return column, column._replace(name=weight, rule="sum", weight="", blank=0.0)
-
-
 def flatten(stats: StatsBySite, numbers: Numbers) -> tuple[StepTable, list[Tensor]]:
     """Returns the table of the vector of a step, and its tensors in the same order.
 
@@ -107,20 +93,27 @@ def flatten(stats: StatsBySite, numbers: Numbers) -> tuple[StepTable, list[Tenso
         if not isinstance(number, Number):
             number = Number(number)
         value, weight, how, of, own = number
-        sites, shape = (
-            ((key,), value.shape) if isinstance(key, str) else (key, value.shape[1:])
-        )
-        rule: MergeRule = "mean" if how == "total" else how
-        rule = "max" if weight is None else rule
+        if isinstance(key, str):
+            sites, shape = (key,), tuple(value.shape)
+        else:
+            sites, shape = key, tuple(value.shape[1:])
         by_head = own and shape[:1] == (n_heads.get(sites[0]),)
-        columns = _number_columns(
-            sites, name, tuple(shape), rule, weight is not None, by_head, of
+        column = Column(
+            sites,
+            name,
+            shape,
+            "max",
+            axis="query" if by_head else "",
+            by_weights=of == "weights",
         )
-        values = [value]
         if weight is not None:
             is_count = not isinstance(weight, Tensor)
-            values.append(torch.full_like(value, weight) if is_count else weight)
-        pairs += zip(columns, values, strict=True)
+            weights = torch.full_like(value, weight) if is_count else weight
+            of_weight = column._replace(name=name + WEIGHT, rule="sum", blank=0.0)
+            pairs.append((of_weight, weights))
+            rule: MergeRule = "mean" if how == "total" else how
+            column = column._replace(rule=rule, weight=of_weight.name)
+        pairs.append((column, value))
     # Neighbours of one dtype are converted by one kernel.
     by_dtype: dict[torch.dtype, list[tuple[Column, Tensor]]] = {}
     for pair in pairs:
@@ -152,9 +145,9 @@ def vector_of(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([torch.cat(pieces).to(widest(device)) for pieces in flat.values()])
 
 
-# Merges the vectors of all processes on the host: the whole model's vector, or None if no process has numbers, and the
-# number of processes that have some.
-Exchange = Callable[[list[Tensor]], tuple[np.ndarray | None, float]]
+# Merges this process's vector (None without numbers) with those of the others on the host: the whole model's vector, or
+# None if no process has numbers, and the number of processes that have some.
+Exchange = Callable[[np.ndarray | None], tuple[np.ndarray | None, float]]
 
 
 @final
@@ -170,50 +163,43 @@ class StepVector:
     def __init__(
         self,
         table: StepTable,
-        vectors: Sequence[Tensor],
-        exchange: Exchange | None = None,
+        vector: Tensor | None,
+        exchange: Exchange = lambda vector: (vector, 1.0),
     ) -> None:
-        """Starts copying the vectors, which are on one device. On a GPU the exchange runs in a thread of its own, because
-        it has to wait for the copy; an exception is raised by `wait`."""
+        """Starts copying a vector to the host. From a GPU a thread of its own waits for the copy and makes the exchange;
+        an exception is raised by `wait`."""
         self.table, self._exchange = table, exchange
         self.vector = np.zeros(0)
-        self.n_processes = 1.0
+        self.n_processes = 0.0
         self._event: torch.cuda.Event | None = None
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
-        if vectors[0].device.type == "cuda":
+        self._host = vector
+        if vector is not None and vector.device.type == "cuda":
             # Pinned, so that the copy runs beside the training's kernels.
-            self._host = [
-                torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in vectors
-            ]
-            for target, x in zip(self._host, vectors):
-                target.copy_(x, non_blocking=True)
+            self._host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+            self._host.copy_(vector, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
-            if exchange is not None:
-                self._thread = threading.Thread(
-                    target=self._receive, name="qkeel exchange"
-                )
-                self._thread.start()
+            self._thread = threading.Thread(target=self._receive, name="qkeel exchange")
+            self._thread.start()
         else:
-            self._host = [x.cpu() for x in vectors]
+            self._host = None if vector is None else vector.cpu()
             self._receive()
 
     @classmethod
     def alone(cls, stats: StatsBySite, numbers: Numbers) -> StepVector:
         """Starts copying this process's numbers to its host."""
         table, tensors = flatten(stats, numbers)
-        return cls(table, [vector_of(tensors)])
+        return cls(table, vector_of(tensors))
 
     def _receive(self) -> None:
         try:
             if self._event is not None:
                 self._event.synchronize()
-            vectors = [x.double() for x in self._host]
-            self.vector = vectors[0].numpy()
-            if self._exchange is not None:
-                merged, self.n_processes = self._exchange(vectors)
-                self.vector = self.vector if merged is None else merged
+            vector = None if self._host is None else self._host.double().numpy()
+            merged, self.n_processes = self._exchange(vector)
+            self.vector = self.vector if merged is None else merged
         except Exception as error:
             # In a thread it would be lost; `wait` raises it under the monitor's guard.
             self._error = error
@@ -221,9 +207,7 @@ class StepVector:
     @property
     def arrived(self) -> bool:
         """Returns whether the numbers can be read without waiting."""
-        if self._thread is not None:
-            return not self._thread.is_alive()
-        return self._event is None or self._event.query()
+        return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> bool:
         """Waits for the numbers if necessary, and returns whether any process has some.
@@ -232,8 +216,6 @@ class StepVector:
         """
         if self._thread is not None:
             self._thread.join()
-        elif self._event is not None:
-            self._receive()
         if self._error is not None:
             raise self._error
         return self.n_processes > 0
@@ -400,6 +382,9 @@ class RecordArrays:
         # Queries and keys may be unknown where scores are written by hand.
         has_products = arrays["n_products"] > 0
         arrays["query_norm"] = np.where(has_products, arrays["query_norm"], np.nan)
+        share = arrays["sink_share"]
+        is_sink = np.where(np.isnan(share), np.nan, share > SINK_HEAD)
+        arrays["sink_head_ratio"] = is_sink
         is_weight: np.ndarray | bool = False
         for name in ("query_weight_norm", "key_weight_norm"):
             if name in arrays:

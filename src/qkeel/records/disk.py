@@ -4,7 +4,6 @@ that it was appending."""
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import re
 import secrets
@@ -18,7 +17,6 @@ from qkeel.errors import (
     QkeelError,
     RunDirectoryError,
     RunInUseError,
-    caution,
     reported,
 )
 
@@ -83,7 +81,7 @@ def replace_file(path: Path, data: bytes | bytearray) -> None:
     >>> Path("notes.txt").read_text()
     'kept'
     """
-    with replacing(path, len(data)) as temporary, open(temporary, "wb") as file:
+    with replacing(path) as temporary, open(temporary, "wb") as file:
         file.write(data)
         file.flush()
         # a renamed file must not be empty after a crash of the system.
@@ -91,109 +89,31 @@ def replace_file(path: Path, data: bytes | bytearray) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, size: int, *, directory: bool = False) -> Iterator[Path]:
+def replacing(path: Path, *, directory: bool = False) -> Iterator[Path]:
     """A temporary file or directory, which takes the place of `path` at the end, or is removed after an error.
 
-    A killed process leaves it behind. It is locked while it is written, so that the next call for the same path can
-    tell what no process is writing any more, remove it, and say so in a warning.
+    A killed process leaves it behind, as `.NAME.….part` beside `path`.
 
     Args:
         path: what is written; an existing directory must be empty.
-        size: the expected number of bytes, for the message of a full disk.
         directory: whether a directory is written.
 
     Raises:
         RunDirectoryError: the path cannot be written.
     """
     kept = "Existing files are not lost. Make the directory writable, free some space on its disk, or choose another"
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
     with _reported("write", path, f"{kept} directory."):
-        _remove_abandoned(path)
-        temporary, lock = _temporary(path, directory)
         try:
+            if directory:
+                temporary.mkdir()
             yield temporary
             os.replace(temporary, path)
-        except OSError as error:
-            _discard(temporary)
-            free = shutil.disk_usage(path.parent).free
-            if free >= size:
-                raise
-            needed = (
-                f"{size / 1e6:,.1f} MB are needed, and {free / 1e6:,.1f} MB are free"
-            )
-            reason = f"{error.strerror or error}; {needed}"
-            raise OSError(error.errno, reason) from error
         finally:
-            _discard(temporary)
-            if lock is not None:
-                os.close(lock)
-
-
-def _temporary(path: Path, directory: bool) -> tuple[Path, int | None]:
-    """Creates and locks a temporary file or directory beside `path`; the lock is None where none can be had."""
-    while True:
-        name = f".{path.name}.{secrets.token_hex(4)}{_PART}"
-        temporary = path.with_name(name)
-        if directory:
-            temporary.mkdir()
-        else:
-            temporary.open("xb").close()
-        try:
-            lock = _lock(temporary)
-        except (BlockingIOError, FileNotFoundError):
-            continue
-        except OSError:
-            return temporary, None
-        # Another call for the same path may have removed it before it was locked.
-        if temporary.exists():
-            return temporary, lock
-        os.close(lock)
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Removes the temporary files and directories of `path` that a killed process left behind."""
-    token = "[0-9a-f]" * 8
-    for temporary in path.parent.glob(f".{glob.escape(path.name)}.{token}{_PART}"):
-        try:
-            lock = _lock(temporary)
-        except (BlockingIOError, FileNotFoundError):
-            # Another process is writing it, or has just ended.
-            continue
-        except OSError:
-            caution(
-                f"{temporary} may have been left behind by a killed process; delete it if no process is writing {path}"
-            )
-            continue
-        _discard(temporary)
-        os.close(lock)
-        caution(f"removed {temporary}, which a killed process had left behind")
-
-
-def _discard(temporary: Path) -> None:
-    if temporary.is_dir():
-        shutil.rmtree(temporary, ignore_errors=True)
-        return
-    with contextlib.suppress(OSError):
-        temporary.unlink()
-
-
-def _lock(path: Path) -> int:
-    """Locks a file or directory until the returned descriptor is closed.
-
-    Raises:
-        BlockingIOError: another process holds the lock.
-        OSError: it cannot be locked.
-    """
-    if os.name == "nt":
-        raise OSError("an open file cannot be renamed on Windows")
-    # NFS locks only what is open for writing.
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        if not hold_lock(descriptor, 0.0):
-            raise BlockingIOError(path)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+            if directory:
+                shutil.rmtree(temporary, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
 
 def append(path: Path, data: bytes) -> None:

@@ -29,10 +29,7 @@ from qkeel.records import disk
 from qkeel.records.disk import read_file
 from qkeel.records.recorded_fields import (
     BLOCK_FIELDS,
-    LAYER_FIELDS,
-    SINK_HEAD,
     head_field,
-    measured_field,
     of_layers,
 )
 
@@ -125,45 +122,30 @@ def read_lines(path: Path) -> Iterator[JSONObject]:
     Raises:
         DamagedFileError: a line is damaged; the message gives its number.
     """
-    damage = None
-    for number, (_, value) in enumerate(_scan(path), start=1):
-        # a torn line is the last one.
-        if damage is not None:
-            raise DamagedFileError(
-                f"{path}, line {number - 1} is not complete JSON, so the file was damaged ({damage})"
-            )
-        if isinstance(value, ValueError):
-            damage = value
-        else:
-            yield value
-
-
-def whole_bytes(path: Path) -> int:
-    """Returns the number of bytes of a .jsonl file before its first damaged line."""
-    begin = 0
-    for end, value in _scan(path):
-        if isinstance(value, ValueError):
-            break
-        begin = end
-    return begin
-
-
-def _scan(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields, for each line, the byte offset of its end and its object, or the ValueError from parsing it."""
     # Path.exists raises for a name that is too long.
     if not os.path.exists(path):
         return
-    end = 0
+    damage = None
     with reported(f"cannot read {path}"), open(path, "rb") as file:
-        for line in file:
-            end += len(line)
+        for number, line in enumerate(file, start=1):
+            # a torn line is the last one.
+            if damage is not None:
+                raise DamagedFileError(
+                    f"{path}, line {number - 1} is not complete JSON, so the file was damaged ({damage})"
+                )
             try:
                 value = parse_json(line)
                 if not line.endswith(b"\n") or not isinstance(value, dict):
                     raise ValueError("expected an object and a line end")
             except ValueError as failure:
-                value = failure
-            yield end, value
+                damage = failure
+                continue
+            yield value
+
+
+def whole_bytes(path: Path) -> int:
+    """Returns the number of bytes of a .jsonl file without an incomplete last line."""
+    return read_file(path).rfind(b"\n") + 1
 
 
 def parse_json(text: bytes) -> Any:
@@ -368,10 +350,6 @@ _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "max": _largest,
     "min": _smallest,
     "mean": _mean,
-    # Σ [x > 0.3] / n over the n measured heads.
-    "share_of_sinks": lambda values: _mean(
-        np.where(np.isnan(values), np.nan, values > SINK_HEAD)
-    ),
 }
 
 
@@ -380,10 +358,8 @@ def fold_heads(name: str, values: np.ndarray) -> np.ndarray:
 
     >>> float(fold_heads("max_logit", np.array([1.0, np.nan, 3.0])))
     3.0
-    >>> float(fold_heads("sink_head_ratio", np.array([0.1, np.nan, 0.9, 0.2, 0.8])))
-    0.5
     """
-    field = LAYER_FIELDS.get(name) or BLOCK_FIELDS.get(name) or head_field(name)
+    field = BLOCK_FIELDS.get(name) or head_field(name)
     return _FOLDS["mean" if field is None else field.fold](values)
 
 
@@ -401,7 +377,7 @@ def layer_values(
     array([nan,  2.])
     """
     if not of_layers(name):
-        of_heads = heads.get(measured_field(name))
+        of_heads = heads.get(name)
         return None if of_heads is None else fold_heads(name, of_heads)
     columns = [values.get(f"{name}/{layer}") for layer in layers]
     recorded = [np.shape(column) for column in columns if column is not None]

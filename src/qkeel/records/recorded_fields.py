@@ -39,23 +39,6 @@ class HeadField(Field):
     per_layer: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayerField(Field):
-    """A per-layer value that is computed from one per-head value, so nothing more is measured or stored.
-
-    of: the per-head value, in HEAD_FIELDS. fold: the name of the formula in records.file_formats. column, per_layer: as
-    in HeadField.
-
-    >>> LAYER_FIELDS["sink_head_ratio"].of
-    'sink_share'
-    """
-
-    of: str
-    fold: Literal["share_of_sinks", "max"]
-    column: str = ""
-    per_layer: bool = False
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockField(Field):
     """A value for each block of a watched model, measured on the residual stream that enters or leaves the block.
@@ -133,6 +116,10 @@ STAGES = (
     "logits",
     "output",
 )
+
+# A sink head gives its first key more than this share of its weight and acts as a gate.
+# Source: Sun et al. 2026, arXiv 2603.05498.
+SINK_HEAD = 0.3
 
 # Whose norm would be another one.
 _STORED = ", absent if weights are computed from stored ones (sigma_reparam)"
@@ -238,6 +225,14 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "mean attention weight on the first visible key, over rows with two or more keys",
         "mean",
         count="n_free",
+    ),
+    "sink_head_ratio": HeadField(
+        "share",
+        "share of heads with sink_share above 0.3, 0 or 1 for a single head",
+        "mean",
+        count="n_free",
+        column="sink heads",
+        per_layer=True,
     ),
     "qk_frobenius": HeadField(
         "1",
@@ -398,22 +393,6 @@ HEAD_FIELDS: dict[str, HeadField] = {
         f"{_STORED}",
         "max",
         column="ΔW_k/W_k",
-    ),
-}
-
-# A sink head gives its first key more than this share of its weight and acts as a gate.
-# Source: Sun et al. 2026, arXiv 2603.05498.
-SINK_HEAD = 0.3
-
-# Values of a layer, computed from the values of its heads; for the entire model, from the values of all heads.
-LAYER_FIELDS: dict[str, LayerField] = {
-    "sink_head_ratio": LayerField(
-        "share",
-        "share of heads with sink_share above 0.3",
-        of="sink_share",
-        fold="share_of_sinks",
-        column="sink heads",
-        per_layer=True,
     ),
 }
 
@@ -640,18 +619,9 @@ def layer_fields() -> tuple[str, ...]:
     """
     return tuple(
         name
-        for name, field in {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS}.items()
+        for name, field in {**HEAD_FIELDS, **BLOCK_FIELDS}.items()
         if field.per_layer
     )
-
-
-def measured_field(name: str) -> str:
-    """Returns the per-head value from which a per-layer value is computed; other names are returned unchanged.
-
-    >>> measured_field("sink_head_ratio"), measured_field("entropy")
-    ('sink_share', 'entropy')
-    """
-    return LAYER_FIELDS[name].of if name in LAYER_FIELDS else name
 
 
 def of_layers(name: str) -> bool:
@@ -676,7 +646,6 @@ def explain_field(name: str) -> str:
         # Some are the classes' means of what a head has under the same name, which is what a name means by itself.
         **TASK_FIELDS,
         **HEAD_FIELDS,
-        **LAYER_FIELDS,
         **CLASS_FIELDS,
         **BLOCK_FIELDS,
         **STEP_FIELDS,

@@ -18,7 +18,6 @@ from qkeel.records import (
     BLOCK_FIELDS,
     CLASS_FIELDS,
     HEAD_FIELDS,
-    LAYER_FIELDS,
     RunStatus,
     head_field,
 )
@@ -410,7 +409,7 @@ def _evaluations(run: Watched) -> dict[str, object]:
 
 # The tables.
 
-_FIELDS = {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS, **CLASS_FIELDS}
+_FIELDS = {**HEAD_FIELDS, **BLOCK_FIELDS, **CLASS_FIELDS}
 # The values of a layer in the table; each is a column if it was measured.
 _SHOWN = [
     name

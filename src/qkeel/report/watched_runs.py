@@ -21,7 +21,6 @@ from qkeel.records import (
     common_steps,
     fold_heads,
     layer_types,
-    measured_field,
     of_layers,
 )
 from qkeel.report.study_runs import as_number
@@ -83,7 +82,7 @@ class Watched:
     def by_layer(self, name: str) -> np.ndarray | None:
         """Returns [n layers], a head field folded over heads or a value of each layer or block; None if it was not
         measured."""
-        heads = self.heads.values.get(measured_field(name))
+        heads = self.heads.values.get(name)
         if of_layers(name):
             columns = [
                 [as_number(record.get(f"{name}/{layer}")) for record in self.records]

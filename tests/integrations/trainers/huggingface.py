@@ -75,5 +75,6 @@ def train(variant, folder):
     if several and variant == "fsdp2":
         shard(trainer)
     trainer.train()
-    assert qkeel.distributed.is_sharded(model) == (several and variant == "fsdp2")
+    is_sharded = qkeel.distributed.wrapped_by(model) == "fully_shard"
+    assert is_sharded == (several and variant == "fsdp2")
     return outcome(model, watching.monitor)

@@ -278,7 +278,7 @@ def convert(
     if norm_eps is None:
         # A checkpoint does not store the eps of its norms.
         caution(_ASSUMED.format(conversion.eps))
-    with _new_folder(Path(path), opened.size) as folder:
+    with _new_folder(Path(path)) as folder:
         for file in source.iterdir():
             is_weight = file.name.endswith(_WEIGHTS) or file.name.startswith(".")
             if file.is_file() and not is_weight and file.name != "config.json":
@@ -350,8 +350,7 @@ def export(
         name: functools.partial(torch.clone, x.detach().cpu())
         for name, x in weights.items()
     }
-    size = sum(x.nbytes for x in weights.values())
-    with _new_folder(Path(path), size) as folder:
+    with _new_folder(Path(path)) as folder:
         _write(folder, conversion, loaders)
         generation = getattr(inner_model, "generation_config", None)
         if generation is not None:
@@ -437,12 +436,12 @@ def _write(folder: Path, conversion: Conversion, loaders: Loaders) -> None:
 
 
 @contextmanager
-def _new_folder(out: Path, size: int) -> Iterator[Path]:
-    """A temporary folder for about `size` bytes that becomes `out` on success and is deleted on failure."""
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `out` on success and is deleted on failure."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunDirectoryError(
             f"{out} already exists and will not be overwritten; choose a different folder"
         )
     disk.make_directory(out.parent)
-    with disk.replacing(out, size, directory=True) as folder:
+    with disk.replacing(out, directory=True) as folder:
         yield folder
