@@ -114,14 +114,35 @@ class GivenArguments:
     """What a module was called with, so that it can be called again: the arguments, the contents of the objects among
     them, and the setting of autocast."""
 
-    def __init__(self, args: Args, kwargs: Kwargs, inputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        args: Args,
+        kwargs: Kwargs,
+        inputs: Sequence[Tensor],
+        around: GivenArguments | None = None,
+    ) -> None:
+        """Keeps the arguments of a call.
+
+        inputs: their tensors.
+        around: what the module was called with that makes the call.
+        """
         self.args, self.kwargs = args, kwargs
         self._contents = None
-        if not all(map(_is_fixed, (*args, *kwargs.values()))):
+        self._objects = [x for x in (*args, *kwargs.values()) if not _is_fixed(x)]
+        if self._objects:
             # The containers as they are now: the call may fill them, as it does a dict of keys and values.
             self.args, self.kwargs = mapped((tuple(args), dict(kwargs)), lambda x: x)
-            self._contents = ObjectContents((args, dict(kwargs)))
+            self._contents = self._known_contents(around)
         self._autocast = _autocast_now(inputs[0].device.type if inputs else "cpu")
+
+    def _known_contents(self, around: GivenArguments | None) -> ObjectContents:
+        """The contents of the objects; they are those that an outer call was given, if nothing has changed there since: a
+        layer hands the keys of all layers on to its attention."""
+        if around is not None and around._contents is not None:
+            are_same = {*map(id, around._objects)} == {*map(id, self._objects)}
+            if are_same and around._contents.is_unchanged():
+                return around._contents
+        return ObjectContents(self._objects)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> tuple[Args, Kwargs]:
         """The arguments with other tensors; a tensor that is passed twice is changed once."""
@@ -239,7 +260,9 @@ class ModuleStack:
             parent=self.top,
             batch=batch,
             inputs=inputs,
-            given=GivenArguments(args, kwargs, inputs) if self._keep else None,
+            given=GivenArguments(args, kwargs, inputs, self.top.given)
+            if self._keep
+            else None,
         )
 
     def pop(self, module: nn.Module, args: object, output: object) -> None:
