@@ -36,6 +36,7 @@ from qkeel.patching.module_tables import (
     TABLES,
     Around,
     buffers_of,
+    modules_of,
     parameters_in,
     put_hooks,
     remove_hooks,
@@ -204,7 +205,7 @@ class ModuleStack:
 
         modules: those that are tracked, by name; every module of the model by default.
         """
-        self._named = dict(model.named_modules() if modules is None else modules)
+        self._named = dict(modules_of(model) if modules is None else modules)
         self._names = {id(module): name for name, module in self._named.items()}
         # Other names of modules, by caller; None if callers are not told apart.
         self.by_caller: Mapping[Caller, str] | None = {} if keep_inputs else None
@@ -386,7 +387,7 @@ def undisturbed(
 
     The context yields a function that restores this state, for use between two passes.
     """
-    tree = [*model.modules()]
+    tree = [*modules_of(model).values()]
     with ExitStack() as undo:
         functions = hold_hooks_back(tree, undo, runs_gradient_hooks=runs_gradient_hooks)
         yield undo.enter_context(
@@ -491,12 +492,14 @@ class LastPass:
     """
 
     def __init__(
-        self, model: nn.Module, args: Args, kwargs: Mapping[str, object]
+        self,
+        device: str,
+        args: Args,
+        kwargs: Mapping[str, object],
+        training: bool = True,
     ) -> None:
-        """Takes the model, in the mode of the call, and the arguments."""
-        first = next(model.parameters(), None)
-        device = "cpu" if first is None else first.device.type
-        self._training, self._autocast = model.training, _autocast_now(device)
+        """Takes the arguments of the call, the type of the device that the model is on, and the model's mode."""
+        self._training, self._autocast = training, _autocast_now(device)
 
         def detached(x: object) -> object:
             return x.detach() if isinstance(x, Tensor) else x

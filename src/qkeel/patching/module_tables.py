@@ -40,6 +40,26 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns every module once, keyed by name, in the order of `named_modules`, whose recursion takes each name through
+    all levels above it."""
+    modules: dict[str, nn.Module] = {}
+    visited: set[int] = set()
+    waiting = [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        if id(module) in visited:
+            continue
+        visited.add(id(module))
+        modules[name] = module
+        prefix = f"{name}." if name else ""
+        # The stack gives the last one back first. The table of a scripted module cannot be reversed itself.
+        for key, child in reversed([*module._modules.items()]):
+            if child is not None:
+                waiting.append((f"{prefix}{key}", child))
+    return modules
+
+
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Returns the parameters of these modules without those of their submodules, each once."""
     held = [
@@ -217,6 +237,14 @@ class ModuleTree:
                 pair for pair in named if isinstance(pair[1], kinds)
             ]
         return self._of_kind[kinds]
+
+    def first_parameter(self) -> nn.Parameter | None:
+        """Returns the first parameter of the modules as of the last query, or None if they have none."""
+        for _, module in self._named or self.named():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    return parameter
+        return None
 
     def any_compiled(self) -> bool:
         """True if calling any of the modules runs compiled code."""
