@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from qkeel.capture.contents import (
     ObjectContents,
-    keep_entries,
+    is_same,
     keep_parameters,
     keep_values,
 )
@@ -35,12 +35,14 @@ from qkeel.patching.module_tables import (
     MODULE_ATTRIBUTES,
     TABLES,
     Around,
+    attributes_of,
     buffers_of,
+    drop_hooks_after,
+    hooks_after,
     modules_of,
     parameters_in,
     put_hooks,
     remove_hooks,
-    tables_of_hooks_after,
 )
 
 # The module that is currently running, tracked by forward hooks during a probe or a sampled forward pass.
@@ -470,17 +472,33 @@ def _state_of(module: nn.Module) -> Iterator[Callable[[], None]]:
     if isinstance(module, torch.jit.ScriptModule):
         yield keep_values(module.buffers(recurse=False))
         return
-    attributes, buffers = vars(module), buffers_of(module)
-    own = [x for name, x in attributes.items() if name not in MODULE_ATTRIBUTES]
+    before, buffers = dict(vars(module)), dict(buffers_of(module))
+    own = [value for name, value in before.items() if name not in MODULE_ATTRIBUTES]
     held = [x for x in (*own, *buffers.values()) if isinstance(x, Tensor)]
     if held:
         yield keep_values(held)
-    # A model may register hooks in its first pass and note that in an attribute (transformers does so to record hidden
-    # states). Both are removed, because otherwise the next pass would register the hooks a second time.
-    for table in tables_of_hooks_after(module):
-        yield keep_entries(table)
-    yield keep_entries(buffers)
-    yield keep_entries(attributes, but=TABLES)
+    hooks = dict(hooks_after(module))
+
+    def restore() -> None:
+        state = vars(module)
+        if (
+            is_same(state, before)
+            and is_same(buffers_of(module), buffers)
+            and is_same(hooks_after(module), hooks)
+        ):
+            return
+        # A model may register hooks in its first pass and note that in an attribute (transformers does so to record
+        # hidden states). Both are removed, because otherwise the next pass would register the hooks a second time.
+        drop_hooks_after(module, kept=set(hooks))
+        for name in attributes_of(module).keys() - before.keys():
+            del state[name]
+        state.update(
+            {name: value for name, value in before.items() if name not in TABLES}
+        )
+        buffers_of(module).clear()
+        buffers_of(module).update(buffers)
+
+    yield restore
 
 
 @final

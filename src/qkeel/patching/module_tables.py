@@ -78,6 +78,11 @@ def names_in_use(module: nn.Module) -> set[str]:
     return {*vars(module), *module._parameters, *module._modules, *module._buffers}
 
 
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Returns a copy of the module's attributes, except the three tables."""
+    return {name: value for name, value in vars(module).items() if name not in TABLES}
+
+
 def hooks_before(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """Returns the module's forward pre-hooks in order."""
     return module._forward_pre_hooks
@@ -86,15 +91,6 @@ def hooks_before(module: nn.Module) -> dict[int, Callable[..., Any]]:
 def hooks_after(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """Returns the module's forward hooks in order."""
     return module._forward_hooks
-
-
-def tables_of_hooks_after(module: nn.Module) -> list[dict[int, Any]]:
-    """Returns the tables in which the module keeps its forward hooks and how they are called."""
-    return [
-        module._forward_hooks,
-        module._forward_hooks_with_kwargs,
-        module._forward_hooks_always_called,
-    ]
 
 
 _BEFORE = operator.attrgetter("_forward_pre_hooks")
@@ -165,6 +161,17 @@ def remove_hooks(hooks: Iterable[Hook]) -> None:
     """Removes the hooks that `put_hooks` has installed."""
     for table, key in hooks:
         table.pop(key, None)
+
+
+def drop_hooks_after(module: nn.Module, kept: set[int]) -> None:
+    """Removes the module's forward hooks, except those whose numbers are in `kept`."""
+    for number in [number for number in module._forward_hooks if number not in kept]:
+        for table in (
+            module._forward_hooks,
+            module._forward_hooks_with_kwargs,
+            module._forward_hooks_always_called,
+        ):
+            table.pop(number, None)
 
 
 # What a module's own compile() has made of it, or None.
