@@ -127,3 +127,13 @@ def compose(handles: Iterable[Handle]) -> Handle:
             part.load(state)
 
     return Handle(undo, state=state, load=load)
+
+
+def with_hook(handle: Handle, remove: Callable[[], None]) -> Handle:
+    """Returns a handle that removes something else before the change of `handle`, whose state it keeps."""
+
+    def undo() -> None:
+        remove()
+        handle.remove()
+
+    return Handle(undo, state=handle.state, load=handle.load)

@@ -89,6 +89,11 @@ def test_a_decision_is_read_again_with_its_forecast():
     *_, end = decided(grown(12))
     assert end.forecast is not None
     assert Decision.of(end.row()) == end
+    # Once, also where the reason says it.
+    for reason in ("it grows", str(end.forecast)):
+        assert (
+            str(dataclasses.replace(end, reason=reason)).count(str(end.forecast)) == 1
+        )
 
 
 def test_a_decision_that_its_site_refused_when_it_came_has_no_effect():

@@ -90,15 +90,18 @@ def test_a_checkpoint_of_the_optimizer_stays_small_and_the_run_goes_on(monkeypat
     assert second.train(16).pilot.remedies.handles
 
 
-def test_each_decision_is_a_warning():
+def test_each_decision_is_a_warning_and_an_event():
     within = run()
     with warned(AlarmWarning) as caught:
         for tokens in batches(0, 6):
             gradients = functools.partial(within._gradients, tokens, None)
             within.optimizer.step(gradients)
-    decisions = {str(decision) for decision in within.pilot.decisions}
+    decisions = [str(decision) for decision in within.pilot.decisions]
     assert decisions
-    assert decisions <= {*caught}
+    assert {*decisions} <= {*caught}
+    first, *others = within.pilot.events
+    assert first["event"] == "autopilot"
+    assert [event["text"] for event in others] == decisions
 
 
 def test_one_line_undoes_all_bit_for_bit():

@@ -156,7 +156,8 @@ def test_the_record_of_the_last_step_is_judged_at_the_end():
     model = foreign()
     within = Run(model, steady(model))
     pilot = qkeel.autopilot(model, within.optimizer, policy=AT_ONCE, every=1)
-    within.train(0, 6)
-    assert pilot.recording.history.steps[-1] == 4  # a step later each
-    pilot.close()
+    with pilot:
+        within.train(0, 6)
+        assert pilot.recording.history.steps[-1] == 4  # a step later each
     assert pilot.recording.history.steps[-1] == 5
+    assert not pilot.active

@@ -145,9 +145,6 @@ class Net(nn.Module):
 
 def converted(model, kind):
     """Exchanges the layers of attention, as libraries for training in few bits do: the new ones hold the old weights."""
-    if kind.startswith("torchao"):
-        converted_by_torchao(model, kind)
-        return
     for layer in model.layers:
         for name, old in list(layer.named_children()):
             if kind == "stored":
@@ -159,31 +156,6 @@ def converted(model, kind):
                 new = cls(WIDTH, WIDTH, bias=False)
                 new.weight = old.weight
                 setattr(layer, name, new)
-
-
-def converted_by_torchao(model, kind):
-    import torchao.quantization as library
-    from torchao import float8
-    from torchao.quantization import qat
-
-    def is_of_attention(module, name):
-        return isinstance(module, nn.Linear) and name.startswith("layers.")
-
-    if kind == "torchao float8":
-        config = float8.Float8LinearConfig(emulate=True)
-        float8.convert_to_float8_training(
-            model, config=config, module_filter_fn=is_of_attention
-        )
-        return
-    fake = qat.IntxFakeQuantizeConfig
-    config = {
-        "torchao qat": lambda: qat.QATConfig(
-            activation_config=fake(torch.int8, "per_token", is_symmetric=False),
-            weight_config=fake(torch.int4, group_size=16),
-        ),
-        "torchao int8": library.Int8WeightOnlyConfig,
-    }[kind]()
-    library.quantize_(model, config, filter_fn=is_of_attention)
 
 
 def largest(model, x):
@@ -235,21 +207,9 @@ def optimizer_of(model):
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05)
 
 
-TORCHAO = ["torchao float8", "torchao qat", "torchao int8"]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("fake", "eight bit", "stored"),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in TORCHAO),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["fake", "eight bit", "stored"])
 def test_what_is_measured_is_exact_and_changes_no_loss(kind):
-    if kind in TORCHAO:
-        pytest.importorskip("torchao")
-    is_stored = kind in ("stored", "torchao int8")
+    is_stored = kind == "stored"
     plain = made(kind)
     losses = trained(plain, optimizer_of(plain))
     for is_first in (True, False):
@@ -281,11 +241,11 @@ def made_like(model, kind):
     return other
 
 
-def outcome(seed, kinds=("fake", "eight bit", "stored")):
+def outcome(seed):
     """What a drawn remedy does to a drawn kind of layers: "acts", "told: …", "refused: …", or what is wrong."""
     draw = random.Random(seed)
-    kind = draw.choice(kinds)
-    is_stored = kind in ("stored", "torchao int8")
+    kind = draw.choice(("fake", "eight bit", "stored"))
+    is_stored = kind == "stored"
     remedy = draw.choice(REMEDIES)
     is_first = draw.random() < 0.5 and not is_stored and remedy != "sigma_reparam"
     x = batches()[0]
@@ -324,14 +284,6 @@ def outcome(seed, kinds=("fake", "eight bit", "stored")):
 @pytest.mark.parametrize("seed", range(16))
 def test_a_remedy_acts_or_says_why_it_does_not(seed):
     assert outcome(seed).startswith(("acts", "told", "refused"))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("seed", range(20))
-def test_a_remedy_on_layers_of_torchao_acts_or_says_why_it_does_not(seed):
-    pytest.importorskip("torchao")
-    assert outcome(seed, tuple(TORCHAO)).startswith(("acts", "told", "refused"))
 
 
 def test_a_norm_whose_projection_is_exchanged_says_so_once():

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from qkeel import distributed as dist
 from qkeel.capture.example import arguments
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, RefusedError
-from qkeel.handle import Handle
+from qkeel.handle import Handle, with_hook
 from qkeel.patching.forward import first_adapter, unwrapped
 from qkeel.patching.optimizers import listed
 from qkeel.patching.torch_state import compile_again
@@ -44,7 +44,6 @@ from qkeel.remedies.processes import (
     check_peers,
     check_wrapper,
     refused_when_flattened,
-    with_hook,
 )
 from qkeel.remedies.step_remedy import StepRemedy
 from qkeel.remedies.untrained_parameters import notice_untrained
@@ -164,7 +163,7 @@ def _apply_all(
             raise
         if not remedy.on_steps:
             replaced = notice_replaced_modules(bare.model, unchanged, remedy.name)
-            inner = with_hook(inner, replaced)
+            inner = with_hook(inner, replaced.remove)
         yield _recorded(remedy, target, inner, before)
 
 

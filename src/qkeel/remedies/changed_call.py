@@ -258,15 +258,15 @@ class ChangedCalls(InstanceForward):
             raise RefusedError(
                 "nn.MultiheadAttention with add_bias_kv, add_zero_attn or static keys can't be changed"
             )
-        batched = query.ndim == 3
-        inputs = [x if batched else x[:, None] for x in (query, key, value)]
+        if query.ndim != 3:
+            raise RefusedError(
+                f"expected nn.MultiheadAttention with samples, tokens and features, got {list(query.shape)}; give a batch "
+                "of one, x[None]"
+            )
+        inputs = [query, key, value]
         q, k, v = (_heads(x, heads) for x in _projected(inputs, weight, bias, kwargs))
         (b, h, t, d), s = q.shape, k.shape[2]
-        padding = kwargs.get("key_padding_mask")
-        if padding is not None and not batched:
-            padding = padding[None]
-        masks = {"attn_mask": kwargs.get("attn_mask"), "key_padding_mask": padding}
-        mask = mha_mask(masks, (b, h, t, s))
+        mask = mha_mask(kwargs, (b, h, t, s))
         # torch's function drops only in training, whatever the module's rate.
         p = dropout if kwargs.get("training", True) else 0.0
         self._check_scale(1 / math.sqrt(d))
@@ -282,9 +282,7 @@ class ChangedCalls(InstanceForward):
         )
         if weights is not None and kwargs.get("average_attn_weights", True):
             weights = weights.mean(dim=1)
-        if batched:
-            return out, weights
-        return out.squeeze(1), None if weights is None else weights.squeeze(0)
+        return out, weights
 
 
 class _Exchange(TorchFunctionMode):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from qkeel import distributed as dist
 from qkeel.errors import InvalidValueError
-from qkeel.handle import Handle, compose
+from qkeel.handle import Handle, with_hook
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import HeadsBySite, Target, active_at
 from qkeel.remedies.head_weights import HeadNorms, HeadWeights, slice_name
@@ -98,11 +98,7 @@ class LALR(StepRemedy):
             dict(zip(names, start.split(weights.counts))),
             lambda: rates.start_from(start),
         )
-        return Handle(
-            compose([steps, Handle(saved.remove)]).remove,
-            state=saved.state,
-            load=saved.load,
-        )
+        return with_hook(saved, steps.remove)
 
 
 @final

@@ -9,11 +9,10 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from qkeel import distributed as dist
 from qkeel.errors import RefusedError
-from qkeel.handle import Handle
+from qkeel.handle import Handle, with_hook
 from qkeel.patching.optimizers import go_first, in_real_steps
 from qkeel.patching.torch_state import is_compiled
 from qkeel.remedies.base import Remedy, Target, where
@@ -123,7 +122,7 @@ def check_added(
             hook.remove()
 
     hook = model.register_forward_pre_hook(look)
-    return with_hook(handle, hook)
+    return with_hook(handle, hook.remove)
 
 
 def check_peers(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
@@ -169,14 +168,4 @@ def refused_when_flattened(
     hook = stepped.register_step_pre_hook(in_real_steps(lambda *_: check()))
     # Before the remedies read weights, of which there are only pieces between passes.
     go_first(hook)
-    return with_hook(handle, hook)
-
-
-def with_hook(handle: Handle, hook: RemovableHandle | Handle) -> Handle:
-    """Returns the handle of a change that also removes a hook."""
-
-    def undo() -> None:
-        hook.remove()
-        handle.remove()
-
-    return Handle(undo, state=handle.state, load=handle.load)
+    return with_hook(handle, hook.remove)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from qkeel.capture.calls import joint_statistics, maxima
 from qkeel.errors import RefusedError, caution
 from qkeel.functional.bounds import qk_clip_gamma
-from qkeel.handle import Handle, compose
+from qkeel.handle import Handle, compose, with_hook
 from qkeel.kernels.contract import Refusal
 from qkeel.kernels.statistics import plain_max_stats, stats_of_rows
 from qkeel.nn.attention import SpecModule
@@ -156,13 +156,11 @@ class QKClip(StepRemedy):
         optimizer = weights.all_optimizers[0]
         hook = optimizer.register_step_post_hook(in_real_steps(clip.after_step))
         saving = optimizer.register_state_dict_pre_hook(clip.before_saving)
-        hooks = [Handle(hook.remove), Handle(saving.remove)]
+        hooks = [clip, hook, saving]
         if len(weights.optimizers) > 1:
             late = DormantHook(clip.before_pass)
-            hook = target.model.register_forward_pre_hook(late, with_kwargs=True)
-            hooks.append(Handle(hook.remove))
-        handles = compose([Handle(clip.remove), matched, *hooks])
-        return Handle(handles.remove, state=matched.state, load=matched.load)
+            hooks.append(target.model.register_forward_pre_hook(late, with_kwargs=True))
+        return with_hook(matched, compose(Handle(x.remove) for x in hooks).remove)
 
 
 def _clipped_by(
@@ -475,11 +473,7 @@ def _matched_steps(
         if tensor is not None
     }
     saved = SavedState(weights.all_optimizers, remedy.name, values)
-    return Handle(
-        compose([steps, Handle(saved.remove)]).remove,
-        state=saved.state,
-        load=saved.load,
-    )
+    return with_hook(saved, steps.remove)
 
 
 def _stop(tap: weakref.ref[Tap]) -> None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from qkeel.distributed.layout import local
 from qkeel.errors import InvalidValueError, QkeelError, caution
-from qkeel.handle import State, check_taken
+from qkeel.handle import Handle, State, check_taken
 from qkeel.patching.optimizers import in_real_steps, steps_taken
 
 #: The entry in the first parameter group: the states of remedies and of an autopilot by name.
@@ -153,7 +153,7 @@ class GroupEntry:
 
 
 @final
-class SavedState:
+class SavedState(Handle):
     """The tensors of a remedy, which the optimizer saves and loads with its own state; see `GroupEntry`.
 
     Args:
@@ -184,7 +184,7 @@ class SavedState:
         self._entry = GroupEntry(
             optimizers, remedy, self._pack, self._take, self._values
         )
-        self.remove = self._entry.remove
+        super().__init__(self._entry.remove)
 
     def state(self) -> State:
         """Returns copies of the tensors."""
