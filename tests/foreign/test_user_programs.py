@@ -5,7 +5,6 @@ Each is compared with the same program without qkeel, and with numbers that are 
 
 from __future__ import annotations
 
-import collections
 import copy
 import functools
 import random
@@ -41,15 +40,12 @@ class Store:
     """What hooks put their features into, as programs keep them."""
 
     def __init__(self, kind):
-        self.kind = kind
-        self.features = {"deque": collections.deque[torch.Tensor], "by name": dict}.get(
-            kind, list
-        )()
+        self.kind, self.features = kind, {} if kind == "by name" else []
 
-    def keep(self, key, value):
+    def keep(self, value):
         if self.kind == "by name":
             # The name of a call is its number, so a call more is a feature more.
-            self.features[f"{key} {len(self.features)}"] = value
+            self.features[f"{len(self.features)}"] = value
         elif self.kind == "concatenated":
             self.features = [*self.features, value]
         else:
@@ -60,100 +56,74 @@ class Store:
         return [*(features.values() if isinstance(features, dict) else features)]
 
 
-def _register(draw, module, key, store):
-    """A hook of a drawn kind, which keeps what the module has returned or received; returns its handle."""
-    kind = draw.choice(
-        ["after", "keywords", "always", "before", "returned", "in all", "method"]
-    )
+def _register(kind, module, store):
+    """A hook of a kind, which keeps what the module has returned or received; returns its handle."""
 
-    def after(called, args, output):
+    def after(called, args, *rest):
         if called is module:
-            store.keep(key, output)
-
-    def with_keywords(called, args, kwargs, output):
-        store.keep(key, output)
+            store.keep(rest[-1])
 
     def returned(called, args, output):
-        store.keep(key, output)
+        store.keep(output)
         return output * 1.0
 
-    def before(called, args):
-        store.keep(key, args[0])
-
     if kind == "before":
-        return module.register_forward_pre_hook(before)
-    if kind == "keywords":
-        return module.register_forward_hook(with_keywords, with_kwargs=True)
+        return module.register_forward_pre_hook(lambda m, args: store.keep(args[0]))
     if kind == "in all":
         return nn.modules.module.register_module_forward_hook(after)
-    if kind == "always":
-        return module.register_forward_hook(after, always_call=True)
-    if kind == "method":
-        return module.register_forward_hook(functools.partial(after))
-    return module.register_forward_hook(after if kind == "after" else returned)
+    hook = {"returned": returned, "method": functools.partial(after)}.get(kind, after)
+    options = {"with_kwargs": kind == "keywords", "always_call": kind == "always"}
+    return module.register_forward_hook(hook, **options)
+
+
+HOOKS = ["after", "keywords", "always", "before", "returned", "in all", "method"]
+# What is asked of qkeel beside a watched training.
+QUESTIONS = {
+    "nothing": lambda model, optimizer, x: None,
+    "find": lambda model, optimizer, x: qkeel.find_sites(model, x),
+    "check": lambda model, optimizer, x: qkeel.check(model, x),
+    "explain": lambda model, optimizer, x: qkeel.explain(model, x),
+    "maps": lambda model, optimizer, x: qkeel.attention_maps(model, x),
+    "rate": lambda model, optimizer, x: qkeel.apply(
+        model, "qk_lr:factor=1", optimizer, batch=x
+    ),
+    "clip": lambda model, optimizer, x: qkeel.apply(
+        model, "qk_clip:threshold=1e9", optimizer
+    ),
+}
+LOSSES = {
+    "stack": lambda features: torch.stack([f.flatten() for f in features]).square(),
+    "sum": lambda features: sum(f.square().mean() for f in features),
+    "first": lambda features: features[0].abs(),
+    "last": lambda features: features[-1].abs(),
+}
 
 
 def collected(seed, is_watched):
     """Losses, the features of each step, and what is wrong with the recorded logits, of a drawn program."""
     draw = random.Random(f"hooks {seed}")
     torch.manual_seed(seed)
-    heads, n_layers, is_fused = (
-        draw.choice([1, 2, 4]),
-        draw.choice([1, 2, 3]),
-        draw.random() < 0.5,
-    )
-    notes: list[torch.Tensor] = []
+    n_layers, notes, wrong = draw.choice([1, 2, 3]), [], ""
+    heads, is_fused = draw.choice([1, 2, 4]), draw.random() < 0.5
     model = nn.Sequential(*(Block(heads, is_fused, notes) for _ in range(n_layers)))
-    store = Store(draw.choice(["list", "deque", "by name", "concatenated"]))
-    places = draw.sample(
-        [str(i) for i in range(n_layers)] + ["0.q", "0.o", f"{n_layers - 1}.v"],
-        draw.choice([1, 2]),
-    )
+    store = Store(draw.choice(["list", "by name", "concatenated"]))
+    places = draw.sample(["0", "0.q", "0.o", f"{n_layers - 1}.v"], 2)
     hooks = [
-        _register(draw, model.get_submodule(place), place, store) for place in places
+        _register(draw.choice(HOOKS), model.get_submodule(place), store)
+        for place in places
     ]
-    use, search = (
-        draw.choice(["sum", "stack", "by index", "last"]),
-        draw.choice(
-            [
-                "watch",
-                "watch",
-                "qk_clip:threshold=1e9",
-                "qk_lr:factor=1",
-                "find",
-                "check",
-                "explain",
-                "maps",
-            ]
-        ),
-    )
+    use, question = draw.choice([*LOSSES]), draw.choice([*QUESTIONS])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(seed))
-    monitor = None
+    monitor = qkeel.watch(model, optimizer) if is_watched else None
     if is_watched:
-        if search in ("watch", "qk_clip:threshold=1e9", "qk_lr:factor=1"):
-            monitor = qkeel.watch(model, optimizer)
-        if search.startswith("qk_clip") or search == "qk_lr:factor=1":
-            qkeel.apply(model, search, optimizer, batch=draw.choice([x, None]))
-        questions = {
-            "find": qkeel.find_sites,
-            "check": qkeel.check,
-            "explain": qkeel.explain,
-            "maps": qkeel.attention_maps,
-        }
-        if search in questions:
-            questions[search](model, x)
-    losses, counts, wrong = [], [], ""
+        QUESTIONS[question](model, optimizer, x)
+    losses, counts = [], []
     for step in range(3):
         notes.clear()
         y = model(x + step)
         features = store.values()
-        if use == "stack":
-            extra = torch.stack([f.flatten() for f in features]).square().mean()
-        elif use == "sum":
-            extra = sum(f.square().mean() for f in features)
-        else:
-            extra = features[-1 if use == "last" else 0].abs().mean()
+        extra = LOSSES[use](features).mean()
         counts.append((len(features), len(notes)))
         store.features.clear()
         optimizer.zero_grad()
@@ -166,11 +136,9 @@ def collected(seed, is_watched):
             recorded = torch.as_tensor(monitor.sample.heads["max_logit"]).double()
             if not torch.allclose(recorded, expected, rtol=1e-5, atol=1e-6):
                 wrong = f"step {step}: {recorded.tolist()} for {expected.tolist()}"
-    if monitor is not None:
-        monitor.remove()
-    for hook in hooks:
+    for hook in [*hooks, monitor] if monitor is not None else hooks:
         hook.remove()
-    return f"{search}, {use}, {store.kind}, {places}", losses, counts, wrong
+    return f"{question}, {use}, {store.kind}, {places}", losses, counts, wrong
 
 
 def wrong_about_hooks(seed):

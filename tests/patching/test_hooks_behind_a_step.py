@@ -75,25 +75,6 @@ def test_behind_another_hook_it_goes_with_its_handle_or_its_optimizer(how):
     other.remove()
 
 
-def test_watchers_of_new_optimizers_may_go_in_any_order():
-    original, seen = torch.optim.Optimizer.__init__, []
-    first, second = (
-        when_made(lambda _: seen.append("first")),
-        when_made(lambda _: seen.append("second")),
-    )
-    weight = torch.nn.Parameter(torch.ones(2))
-    first.remove()
-    torch.optim.SGD([weight], lr=0.1)
-    assert seen == ["second"]
-    second.remove()
-    torch.optim.SGD([weight], lr=0.1)
-    assert seen == ["second"]
-    torch.optim.Optimizer.__init__ = original
-    third = when_made(lambda _: seen.append("third"))
-    third.remove()
-    assert torch.optim.Optimizer.__init__ is original
-
-
 def test_a_replacement_by_another_library_stays_when_the_watchers_go(
     monkeypatch,
 ):

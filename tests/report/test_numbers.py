@@ -241,6 +241,9 @@ def test_figures_of_a_study_show_means_ranges_courses_and_gains(tmp_path, axes):
     drawn = axes(figures._of_study(study))
     courses = ["max_logit_lr_0.01", "max_logit_lr_0.1"]
     assert [*drawn] == ["val_loss_by_lr", "max_logit_by_lr", *courses, "gains"]
+    one_rate = make_study(tmp_path / "one", grid(("none", "qk_norm"), (0.1,)))
+    names = [*axes(figures._of_study(read_study(one_rate)))]
+    assert names == ["max_logit_lr_0.1", "gains"]
     losses = drawn["val_loss_by_lr"]
     ranges = [call.args[1:] for call in losses.fill_between.call_args_list]
     spread = np.array([0.004, 0.012])

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from html import unescape
 
 import numpy as np
 import pytest
@@ -292,7 +293,9 @@ def test_damaged_files_are_named(tmp_path):
 def test_a_notice_that_is_over_says_until_when(tmp_path):
     run = make_watch(tmp_path / "run", dataclasses.replace(SMALL, alarms=1))
     (raised,) = read_watched([run])[0].alarms
-    assert f"since step {raised['step']:,}" in page(run, tmp_path)
+    html = page(run, tmp_path)
+    assert f"since step {raised['step']:,}" in html
+    assert unescape(html).count(raised["remedy"]) == 1
     event = {"step": 12_345, "event": "notice over", "rule": raised["rule"], "text": ""}
     append_line(run / "events.jsonl", event)
     html = page(run, tmp_path)

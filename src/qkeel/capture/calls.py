@@ -208,15 +208,14 @@ class HeadLayout:
     def _single(self, shape: Sequence[int]) -> tuple[list[int], list[int]]:
         """The size of each single letter in a tensor of this shape, and the indices that sort the letters as b, h, t,
         s."""
-        heads, sizes = iter(self.sizes), []
+        heads = iter(self.sizes)
+        letters, sizes = "".join(self.groups), list[int]()
         for n, group in zip(shape, self.groups):
-            parts = [next(heads) if letter == "h" else 1 for letter in group]
-            rest = n // math.prod(parts) if len(group) > 1 else n
-            sizes += [
-                part if letter == "h" and len(group) > 1 else rest
-                for letter, part in zip(group, parts)
-            ]
-        letters = "".join(self.groups)
+            n_heads = next(heads) if "h" in group else 1
+            if len(group) == 1:
+                sizes.append(n)
+            else:
+                sizes += [n_heads if y == "h" else n // n_heads for y in group]
         return sizes, [
             i for role in "bhts" for i, letter in enumerate(letters) if letter == role
         ]

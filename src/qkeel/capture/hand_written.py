@@ -160,7 +160,7 @@ class EagerAttentionTracer:
     def minds(self, name: str) -> bool:
         """True if a call of this function may be relevant now, which is rarely the case."""
         return (
-            bool(self.tags.entries)
+            bool(self.tags)
             or name in PRODUCTS
             or (name == "softmax" and self._lists_missed)
         )
@@ -178,7 +178,7 @@ class EagerAttentionTracer:
                 return
         if name == "softmax" and self._lists_missed:
             self._tag_foreign(step)
-        if not self.tags.entries or name in _FACTORIES:
+        if not self.tags or name in _FACTORIES:
             return
         x, tag = None, None
         # The arguments of a write are the tensor, the index and the value; scores in the index would be no operand.
@@ -236,7 +236,7 @@ class EagerAttentionTracer:
                     self._tag_lost(step, other_tag, step.out)
                     return
                 tag = total
-        self.tags.put(step.out, tag)
+        self.tags[step.out] = tag
 
     def _scores(self, step: Step, tag: Scores, x: Tensor) -> None:
         name, out = step.name, step.out
@@ -246,35 +246,36 @@ class EagerAttentionTracer:
         )
         if name in ("amax", "max", "logsumexp") and is_of_rows:
             top = out if isinstance(out, Tensor) else out[0]
-            self.tags.put(top, RowTop(name == "logsumexp"))
+            self.tags[top] = RowTop(name == "logsumexp")
         elif not isinstance(out, Tensor):
             self._tag_lost(step, tag, x)
         elif tag.only_tables and name in (*_SOFTMAXES, "exp", "sigmoid"):
             # Of features, as in a language model's head.
             pass
         elif name in ("softmax", "safe_softmax"):
-            self.tags.put(out, Weights(self._softmax(step, tag, x)))
+            self.tags[out] = Weights(self._softmax(step, tag, x))
         elif name == "exp":
             # exp_ has overwritten the scores.
             y = out.log() if out is x else x
             if tag.normalised:
-                self.tags.put(out, Weights(self._attention(step.frame, tag, y)))
+                self.tags[out] = Weights(self._attention(step.frame, tag, y))
             else:
-                self.tags.put(out, Powers(tag, y))
+                self.tags[out] = Powers(tag, y)
         elif name == "sigmoid":
             reason = "its values are weighted by the sigmoid of scores"
-            self.tags.put(out, Weights(reason=reason))
+            self.tags[out] = Weights(reason=reason)
         else:
             new = self._next(step, tag, x)
             base = base_of(x)
             if out is x and new is not tag and base is not None:
                 # The scores of which x, which was changed in place, is a part are no longer known.
-                for y, tag_of_y in self.tags.scores():
-                    if y is not x and (base is y or base is base_of(y)):
+                for y, tag_of_y in [*self.tags.items()]:
+                    is_other = isinstance(tag_of_y, Scores) and y is not x
+                    if is_other and (base is y or base is base_of(y)):
                         write = dataclasses.replace(step, name="setitem", out=y)
                         self._tag_lost(write, tag_of_y, y)
             if new is not None:
-                self.tags.put(out, new)
+                self.tags[out] = new
             elif name not in _READS and not tag.only_tables:
                 self._tag_lost(step, tag, x)
 
@@ -414,9 +415,9 @@ class EagerAttentionTracer:
         if totals:
             self._divided(step, totals[0])
         elif isinstance(tag, Powers) and name == "sum" and step.is_over_last(x):
-            self.tags.put(out, RowSum(tag, x))
+            self.tags[out] = RowSum(tag, x)
         elif name in _PASSED_ON[type(tag)]:
-            self.tags.put(out, tag)
+            self.tags[out] = tag
         elif isinstance(tag, Powers) and name not in _READS:
             self._tag_lost(step, tag.scores, x)
 
@@ -430,17 +431,17 @@ class EagerAttentionTracer:
             frame = powers.scores.frame.shared_with(step.frame)
             reason = "a constant is added to the sum of its exponentials"
             self._report_missed(frame, name, reason)
-            self.tags.put(total.exponentials, Weights())
+            self.tags[total.exponentials] = Weights()
         elif name in _PASSES and not any(isinstance(y, Tensor) for y in operands):
-            self.tags.put(step.out, total)
+            self.tags[step.out] = total
         else:
             weights = self.tags.get(total.exponentials)
             if not isinstance(weights, Weights):
                 call = self._attention(step.frame, powers.scores, powers.x)
                 weights = Weights(call)
-                self.tags.put(total.exponentials, weights)
+                self.tags[total.exponentials] = weights
             if step.args and step.args[0] is total.exponentials:
-                self.tags.put(step.out, weights)
+                self.tags[step.out] = weights
 
     def _with_values(self, step: Step, tag: Tag, x: Tensor) -> None:
         """Handles a product of which x, with this tag, is a factor: with the values, or of scores with a weight."""
@@ -482,7 +483,7 @@ class EagerAttentionTracer:
             foreign = Lost(
                 operation="softmax", frame=step.frame, columns=columns, is_foreign=True
             )
-            self.tags.put(out, foreign)
+            self.tags[out] = foreign
 
     def _weights_values(self, step: Step, product: Product) -> bool:
         """Records a product of values with what became of scores, if its rows sum to one; returns whether it is one."""
@@ -538,11 +539,11 @@ class EagerAttentionTracer:
             self._report_missed(frame, tag.operation, _beyond(tag.operation))
         for y in outputs:
             if is_softmax:
-                self.tags.put(y, Weights())
+                self.tags[y] = Weights()
             elif tag.holds(y):
-                self.tags.put(y, tag)
+                self.tags[y] = tag
             else:
-                self.tags.drop(y)
+                self.tags.pop(y, None)
 
     def _report_missed(self, frame: ModuleCall, operation: str, reason: str) -> None:
         """Records an attention that is not understood."""

@@ -96,7 +96,12 @@ def scores_call(
         k=k,
         products=tuple(factors) if by_graph is not None else (),
         layout=arrangement,
-        gathered=all(_have_own_keys(sides, arrangement) for sides in pairs),
+        gathered=all(
+            sides is not None
+            and arrangement.rows is not None
+            and sides.key.varies(arrangement.rows)
+            for sides in pairs
+        ),
         sink=None if tag.keys is None else _sink(x, keys, start, end, arrangement),
         bias=bias,
     )
@@ -123,23 +128,15 @@ def _mask(
     return mask
 
 
-def _have_own_keys(sides: Sides | None, arrangement: HeadLayout) -> bool:
-    """True if keys were picked for each query."""
-    rows = arrangement.rows
-    return sides is not None and rows is not None and sides.key.varies(rows)
-
-
 @torch.no_grad()
 def _sink(
     x: Tensor, keys: int, start: int, end: int, arrangement: HeadLayout
 ) -> Float[Tensor, "b h t"] | None:
     """The logsumexp of the columns of scores x that are no keys; None if all are keys."""
-    if (start, end) == (0, x.shape[keys]):
-        return None
-    before, after = (
-        x.narrow(keys, *span) for span in ((0, start), (end, x.shape[keys] - end))
-    )
+    before, _, after = x.split((start, end - start, x.shape[keys] - end), keys)
     columns = torch.cat((before, after), keys).to(wide(x.dtype))
+    if not columns.shape[keys]:
+        return None
     return arrangement.apply(columns.logsumexp(keys, keepdim=True))[..., 0]
 
 
@@ -288,17 +285,11 @@ def _factors(
     if rows is not None:
         k = k.narrow(rows, k.shape[rows] - 1, 1)
         of_queries[rows], of_keys[rows] = q.shape[rows], 1
-    of_few = arrangement
-    heads = [dim for dim, group in enumerate(arrangement.groups) if group == "h"]
-    if len(heads) == 1 and k.shape[heads[0]] == 1:
-        # Keys that all heads share are used once.
-        of_keys[heads[0]] = 1
-        of_few = HeadLayout(groups=arrangement.groups, sizes=(1,))
     try:
         q, k = q.expand(*of_queries, q.shape[-1]), k.expand(*of_keys, k.shape[-1])
     except RuntimeError:  # the scores were rearranged after they had been shifted
         return None, None
-    q, k = arrangement.apply(q, vectors=True), of_few.apply(k, vectors=True)
+    q, k = (arrangement.apply(y, vectors=True) for y in (q, k))
     return q[:, :, :, 0], fewest_keys(k[:, :, -1])
 
 

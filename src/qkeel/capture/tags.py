@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from qkeel.capture.calls import ScoresCall
 from qkeel.capture.example import ModuleCall
@@ -146,43 +146,12 @@ class Lost:
 Tag = Scores | Weights | RowTop | Powers | RowSum | Lost
 
 
-class Tags:
-    """Tags by the identity of a tensor, which end with it. Batched tensors have no address that could be a key."""
+class Tags(WeakIdKeyDictionary):
+    """Tags by the identity of a tensor, which end with it."""
 
-    def __init__(self) -> None:
-        self.entries: dict[int, tuple[weakref.ref[Tensor], Tag]] = {}
-
-    def get(self, x: object) -> Tag | None:
-        """The tag of a tensor."""
-        entry = self.entries.get(id(x))
-        return entry[1] if entry is not None and entry[0]() is x else None
-
-    def put(self, x: Tensor, tag: Tag) -> None:
-        """Tags a tensor."""
-        key, entries = id(x), self.entries
-
-        def forget(reference: weakref.ref[Tensor]) -> None:
-            # Another tensor may have the identity of this one by now.
-            entry = entries.get(key)
-            if entry is not None and entry[0] is reference:
-                del entries[key]
-
-        entries[key] = (weakref.ref(x, forget), tag)
-
-    def drop(self, x: Tensor) -> None:
-        """Drops the tag of a tensor."""
-        self.entries.pop(id(x), None)
-
-    def scores(self) -> Iterator[tuple[Tensor, Scores]]:
-        """The tensors of scores that still exist, with their tags."""
-        for reference, tag in list(self.entries.values()):
-            x = reference()
-            if x is not None and isinstance(tag, Scores):
-                yield x, tag
-
-    def clear(self) -> None:
-        """Drops all tags."""
-        self.entries.clear()
+    def get(self, key: object, default: None = None) -> Tag | None:
+        """The tag of a tensor, and None for anything else."""
+        return super().get(key, default) if isinstance(key, Tensor) else default
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

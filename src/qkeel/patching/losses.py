@@ -46,23 +46,18 @@ class ReturnedScalar:
 
     def __init__(self, scalar: Tensor) -> None:
         self.is_loss = False
-        node = scalar.grad_fn
+        node, output = scalar.grad_fn, scalar.output_nr
+
+        def reached(gradients: Sequence[Tensor | None]) -> None:
+            # A compiled model is one node, whose other outputs may get a gradient.
+            if gradients[output] is not None:
+                for root in backward_roots():
+                    self.is_loss |= _is_multiple(root, self)
+
         if node is not None:
             # The node keeps this object alive, not the reverse, so that the graph ends as it would without it.
             node.metadata[_SCALAR] = self  # type: ignore[index]
-            node.register_prehook(_ScalarHook(self, scalar.output_nr))
-
-
-@final
-class _ScalarHook:
-    def __init__(self, scalar: ReturnedScalar, output: int) -> None:
-        self._scalar, self._output = scalar, output
-
-    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        # A compiled model is one node, whose other outputs may get a gradient.
-        if gradients[self._output] is not None:
-            for root in backward_roots():
-                self._scalar.is_loss |= _is_multiple(root, self._scalar)
+            node.register_prehook(reached)
 
 
 def _is_multiple(root: Node | None, scalar: ReturnedScalar) -> bool:

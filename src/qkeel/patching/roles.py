@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.patching.held_objects import tensors_within
-from qkeel.patching.module_tables import MODULE_ATTRIBUTES, modules_of
+from qkeel.patching.module_tables import MODULE_ATTRIBUTES
 from qkeel.patching.torch_state import running_frames, transformed_now
 
 # Of passes that are trained, and of passes that are not.
@@ -35,7 +35,7 @@ class PassRole:
         """Begins as the role of a pass that no gradient can reach. reached: called once if one arrives."""
         self.is_reached = False
         self._when_reached = reached
-        self._hook: weakref.ref[_GradientHook] | None = None
+        self._hook: weakref.ref[Callable[[object], None]] | None = None
         self._open = self._repeats = False
 
     @classmethod
@@ -64,7 +64,7 @@ class PassRole:
         if not nodes:
             kept = [
                 x
-                for module in modules_of(model).values()
+                for module in model.modules()
                 if not isinstance(module, torch.jit.ScriptModule)
                 for name, x in vars(module).items()
                 if name not in MODULE_ATTRIBUTES
@@ -83,7 +83,11 @@ class PassRole:
 
     def wait_for(self, nodes: Iterable[torch.autograd.graph.Node]) -> None:
         """Waits for a gradient at any of these nodes."""
-        hook = _GradientHook(self)
+
+        # Only the graph refers to it, so it lives as long as the graph does.
+        def hook(gradients: object) -> None:
+            self.arrive()
+
         for node in nodes:
             node.register_prehook(hook)
             self._open = True
@@ -108,18 +112,6 @@ class PassRole:
         if self._open and self._hook is not None and self._hook() is None:
             self._open = False
         return None if self._open else self.is_reached
-
-
-class _GradientHook:
-    """Marks a role when a gradient arrives. Only the graph refers to it, so it lives as long as the graph does."""
-
-    def __init__(self, role: PassRole) -> None:
-        self._role = role
-
-    def __call__(self, gradients: object) -> None:
-        # A gradient reaches most outputs of a pass, such as each layer's cache.
-        if not self._role.is_reached:
-            self._role.arrive()
 
 
 def _graph_nodes(
