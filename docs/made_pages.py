@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qkeel.records import BlockField, Field, HeadField
+    from qkeel.records import Field, HeadField
 
 HERE = Path(__file__).parent
 MADE = HERE / "_made"
@@ -179,7 +179,7 @@ def field_tables() -> dict[str, str]:
         TABLE_COLUMNS,
     )
 
-    def table(fields: Mapping[str, Field | HeadField | BlockField]) -> str:
+    def table(fields: Mapping[str, Field | HeadField]) -> str:
         rows = [
             f"| `{name}` | {field.unit} | {field.meaning.replace('|', '&#124;')} |"
             for name, field in fields.items()

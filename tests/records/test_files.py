@@ -6,6 +6,7 @@ import os
 import resource
 
 import pytest
+from tests.training import warned
 
 from qkeel.errors import DamagedFileError, InvalidValueError, RunDirectoryError
 from qkeel.records import (
@@ -21,6 +22,7 @@ from qkeel.records.disk import (
     locked,
     make_directory,
     refuse_path,
+    replacing,
 )
 from qkeel.records.file_formats import read_toml
 
@@ -50,6 +52,19 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypa
         write_text(tmp_path / "x.txt", "new")
     assert (tmp_path / "x.txt").read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_folder_that_a_killed_process_left_is_removed_by_the_next_for_the_same(
+    tmp_path,
+):
+    for name in (".out.0123abcd.part", ".out.original.part", ".other.0123abcd.part"):
+        (tmp_path / name).mkdir()
+    with warned() as said, replacing(tmp_path / "out", directory=True) as temporary:
+        (temporary / "x").write_text("new")
+    assert (tmp_path / "out" / "x").read_text() == "new"
+    assert [".out.0123abcd.part" in text for text in said] == [True]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"out", ".out.original.part", ".other.0123abcd.part"}
 
 
 def test_an_unwritable_place_is_one_clear_error(tmp_path):

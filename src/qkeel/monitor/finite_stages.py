@@ -166,12 +166,12 @@ def first_origin(history: History, facts: Facts) -> Origin | None:
     elif stage == INPUT:
         # The layer before is finite, or it would be the first.
         before = f"the output of {_name(history, layer - 1)}" if layer else "the data"
-        meaning = f"between {before} (finite) and the input of {name} (not finite)"
+        meaning = _between(before, f"the input of {name}")
     elif stage == PRODUCTS:
         sides = [x for x in ("query", "key") if not np.isfinite(last(f"{x}_norm_max"))]
         nouns = {"query": "queries", "key": "keys"}
         words = " and ".join(nouns[side] for side in sides) or "queries and keys"
-        meaning = f"between the input of {name} (finite) and its {words} (not finite)"
+        meaning = _between(f"the input of {name}", f"its {words}")
         if sides == ["key"] and history.types.get(name) == "cross":
             meaning += ", which come from another sequence"
     elif stage == LOGITS:
@@ -180,16 +180,14 @@ def first_origin(history: History, facts: Facts) -> Origin | None:
         if size > _LARGEST.get(kind, float(np.finfo(np.float32).max)):
             meaning = f"in the logits of {name}, which overflow {_FORMATS[kind]}: |q| |k| reaches {size:,.0f}"
         elif np.isnan(size):
-            meaning = (
-                f"between the input of {name} (finite) and its logits (not finite)"
-            )
+            meaning = _between(f"the input of {name}", "its logits")
         else:
             meaning = (
                 f"between the queries and keys of {name} (finite, |q| |k| at most {size:,.3g}) and its logits (not "
                 "finite): look at its mask and biases"
             )
     elif np.isnan(last("empty_sample")):
-        meaning = f"between the logits of {name} (finite) and its output (not finite)"
+        meaning = _between(f"the logits of {name}", "its output")
     else:
         sample, query = last("empty_sample"), last("empty_query")
         meaning = (
@@ -197,6 +195,10 @@ def first_origin(history: History, facts: Facts) -> Origin | None:
             "nothing is NaN"
         )
     return Origin(layer=layer, head=head, stage=stage, meaning=meaning)
+
+
+def _between(before: str, after: str) -> str:
+    return f"between {before} (finite) and {after} (not finite)"
 
 
 def _name(history: History, layer: int) -> str:
@@ -234,7 +236,5 @@ def _in_weights(history: History, layers: np.ndarray, facts: Facts) -> str:
         return f"in the loss or in gradients: {since} has made the query and key weights of all layers NaN"
     last = int(layers[-1])
     behind = _name(history, last + 1) if last + 1 < len(stages) else "the loss"
-    return (
-        f"in gradients, between {behind} (finite) and {_name(history, last)} (not finite): {since} has made query and "
-        "key weights NaN"
-    )
+    place = _between(behind, _name(history, last))
+    return f"in gradients, {place}: {since} has made query and key weights NaN"

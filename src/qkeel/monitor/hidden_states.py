@@ -19,7 +19,6 @@ from qkeel.monitor.numbers import Number, PassNumbers
 from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.guards import Guarded, beside_function_modes
 from qkeel.patching.module_tables import Hook, ModuleTree, put_hooks, remove_hooks
-from qkeel.records import BLOCK_FIELDS
 
 NO_BLOCKS = (
     "the residual stream is not measured: expected blocks in an nn.ModuleList, nn.Sequential or numbered "
@@ -189,25 +188,28 @@ class HiddenStates:
 
     # Hooks before a module get its arguments and keyword arguments, those behind it the arguments and the output.
 
+    def _states(self, side: str, args: object, last: object) -> Tensor | None:
+        """What enters or leaves a module; None in other threads, which may call the same modules."""
+        if threading.get_ident() != self._thread:
+            return None
+        states = hidden_states((args, last) if side == "input" else last)
+        return states if states is not None and states.numel() else None
+
     def _add_sum(
         self, side: str, name: str, module: nn.Module, args: object, last: object
     ) -> None:
-        if threading.get_ident() != self._thread:
-            return
         with beside_function_modes():
-            states = hidden_states((args, last) if side == "input" else last)
-            if states is not None and states.dtype in SUMMED and states.numel():
+            states = self._states(side, args, last)
+            if states is not None and states.dtype in SUMMED:
                 total = states.sum(dtype=SUMMED[states.dtype])
                 self._sums[side].append((name, total))
 
     def _measure(
         self, side: str, block: str, module: nn.Module, args: object, last: object
     ) -> None:
-        if threading.get_ident() != self._thread:
-            return
         with beside_function_modes():
-            states = hidden_states((args, last) if side == "input" else last)
-            if states is not None and states.numel():
+            states = self._states(side, args, last)
+            if states is not None:
                 n_tokens = states.numel() // states.shape[-1]
                 self._streams.append((side, block, stream_statistics(states), n_tokens))
 
@@ -216,7 +218,8 @@ class HiddenStates:
         for side, block, statistics, n_tokens in self._streams:
             for statistic, value in statistics.items():
                 field = f"block_{side}_{statistic}"
-                number = Number(value, n_tokens, BLOCK_FIELDS[field].over)
+                how = "root_mean" if statistic == "rms" else "max"
+                number = Number(value, n_tokens, how)
                 for layer in self._sites.get(block, (block,)):
                     self._numbers.add((layer, field), number)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, final
 
@@ -94,28 +93,24 @@ class PassNumbers:
 
         sites: always the same ones for a name. numbers: each with its site.
         """
-        by_site: dict[str, list[Tensor]] = {site: [] for site in sites}
+        by_site: dict[str, Tensor] = {}
         for site, number in numbers:
-            by_site[site].append(number)
-        # A site that is called again in one pass has a row in each round.
-        for row in itertools.zip_longest(*by_site.values()):
-            like = next(x for x in row if x is not None)
-            parts = []
-            for x in row:
-                part = like if x is None else x
-                # A call that copies nothing costs the host as much as a small operator.
-                is_here = part.device == like.device
-                parts.append(part if is_here else part.to(like.device))
-            flags = (~torch.stack(parts).isfinite()).float()
-            if any(x is None for x in row):
-                # -1 computed from what is on the device, as a copy from the host would wait.
-                flags = torch.stack(
-                    [
-                        flag - flag - 1 if x is None else flag
-                        for x, flag in zip(row, flags.unbind())
-                    ]
-                )
-            self.add((sites, name), Number(flags[:, None]))
+            # Of a site that is called again, the sum is not finite either.
+            by_site[site] = by_site[site] + number if site in by_site else number
+        if not numbers:
+            return
+        like, parts = numbers[0][1], []
+        for site in sites:
+            part = by_site.get(site, like)
+            # A call that copies nothing costs the host as much as a small operator.
+            is_here = part.device == like.device
+            parts.append(part if is_here else part.to(like.device))
+        flags = (~torch.stack(parts).isfinite()).float()
+        for i, site in enumerate(sites):
+            if site not in by_site:
+                # A fill, as a copy from the host would wait.
+                flags[i] = -1.0
+        self.add((sites, name), Number(flags[:, None]))
 
     def end(self) -> dict[NumberKey, Number]:
         """Ends a pass and returns its numbers."""

@@ -164,13 +164,13 @@ class StepVector:
         self,
         table: StepTable,
         vector: Tensor | None,
-        exchange: Exchange = lambda vector: (vector, 1.0),
+        exchange: Exchange | None = None,
     ) -> None:
-        """Starts copying a vector to the host. From a GPU a thread of its own waits for the copy and makes the exchange;
-        an exception is raised by `wait`."""
+        """Starts copying a vector to the host. From a GPU the exchange runs in a thread of its own, because it has to wait
+        for the copy; an exception is raised by `wait`."""
         self.table, self._exchange = table, exchange
         self.vector = np.zeros(0)
-        self.n_processes = 0.0
+        self.n_processes = 1.0
         self._event: torch.cuda.Event | None = None
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -181,8 +181,12 @@ class StepVector:
             self._host.copy_(vector, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
-            self._thread = threading.Thread(target=self._receive, name="qkeel exchange")
-            self._thread.start()
+            # Without an exchange no thread: one that waits for a device may disturb the recording of a graph there.
+            if exchange is not None:
+                self._thread = threading.Thread(
+                    target=self._receive, name="qkeel exchange"
+                )
+                self._thread.start()
         else:
             self._host = None if vector is None else vector.cpu()
             self._receive()
@@ -198,8 +202,9 @@ class StepVector:
             if self._event is not None:
                 self._event.synchronize()
             vector = None if self._host is None else self._host.double().numpy()
-            merged, self.n_processes = self._exchange(vector)
-            self.vector = self.vector if merged is None else merged
+            if self._exchange is not None:
+                vector, self.n_processes = self._exchange(vector)
+            self.vector = self.vector if vector is None else vector
         except Exception as error:
             # In a thread it would be lost; `wait` raises it under the monitor's guard.
             self._error = error
@@ -207,7 +212,9 @@ class StepVector:
     @property
     def arrived(self) -> bool:
         """Returns whether the numbers can be read without waiting."""
-        return self._thread is None or not self._thread.is_alive()
+        if self._thread is not None:
+            return not self._thread.is_alive()
+        return self._event is None or self._event.query()
 
     def wait(self) -> bool:
         """Waits for the numbers if necessary, and returns whether any process has some.
@@ -216,6 +223,8 @@ class StepVector:
         """
         if self._thread is not None:
             self._thread.join()
+        elif self._event is not None:
+            self._receive()
         if self._error is not None:
             raise self._error
         return self.n_processes > 0

@@ -4,6 +4,7 @@ that it was appending."""
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import secrets
@@ -17,6 +18,7 @@ from qkeel.errors import (
     QkeelError,
     RunDirectoryError,
     RunInUseError,
+    caution,
     reported,
 )
 
@@ -92,7 +94,8 @@ def replace_file(path: Path, data: bytes | bytearray) -> None:
 def replacing(path: Path, *, directory: bool = False) -> Iterator[Path]:
     """A temporary file or directory, which takes the place of `path` at the end, or is removed after an error.
 
-    A killed process leaves it behind, as `.NAME.….part` beside `path`.
+    A killed process leaves it behind, as `.NAME.….part` beside `path`. The next call for the same directory removes it,
+    so two calls for one directory must not run at once.
 
     Args:
         path: what is written; an existing directory must be empty.
@@ -106,6 +109,10 @@ def replacing(path: Path, *, directory: bool = False) -> Iterator[Path]:
     with _reported("write", path, f"{kept} directory."):
         try:
             if directory:
+                pattern = f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}{_PART}"
+                for left in path.parent.glob(pattern):
+                    shutil.rmtree(left, ignore_errors=True)
+                    caution(f"removed {left}, which a killed process had left behind")
                 temporary.mkdir()
             yield temporary
             os.replace(temporary, path)

@@ -28,7 +28,6 @@ from qkeel.errors import (
 from qkeel.records import disk
 from qkeel.records.disk import read_file
 from qkeel.records.recorded_fields import (
-    BLOCK_FIELDS,
     head_field,
     of_layers,
 )
@@ -359,7 +358,7 @@ def fold_heads(name: str, values: np.ndarray) -> np.ndarray:
     >>> float(fold_heads("max_logit", np.array([1.0, np.nan, 3.0])))
     3.0
     """
-    field = BLOCK_FIELDS.get(name) or head_field(name)
+    field = head_field(name)
     return _FOLDS["mean" if field is None else field.fold](values)
 
 

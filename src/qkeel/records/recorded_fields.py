@@ -39,21 +39,6 @@ class HeadField(Field):
     per_layer: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BlockField(Field):
-    """A value for each block of a watched model, measured on the residual stream that enters or leaves the block.
-
-    The names are block_input_NAME and block_output_NAME, with the names of functional.norms.stream_statistics. over:
-    how the values of several passes and processes are combined. fold: how several blocks are summarised. column,
-    per_layer: see HeadField.
-    """
-
-    over: Literal["root_mean", "max"]
-    fold: Literal["max"] = "max"
-    column: str = ""
-    per_layer: bool = False
-
-
 # The fields of a line of metrics.jsonl, written every `log_every` steps. The "probe" is a fixed held-out batch.
 STEP_FIELDS: dict[str, Field] = {
     "step": Field(
@@ -432,37 +417,37 @@ CLASS_FIELDS: dict[str, HeadField] = {
     ),
 }
 
-# The residual stream, on request: "NAME/LAYER", where LAYER is the attention layer of the block, or the block itself if
-# it has no attention. Channels are the last dimension; a channel's peak is its largest magnitude over the tokens of a
-# pass.
-BLOCK_FIELDS: dict[str, BlockField] = {
-    "block_input_rms": BlockField(
+# The residual stream, on request, by the names of functional.norms.stream_statistics: "NAME/LAYER", where LAYER is the
+# attention layer of the block, or the block itself if it has no attention. Channels are the last dimension; a channel's
+# peak is its largest magnitude over the tokens of a pass.
+BLOCK_FIELDS: dict[str, HeadField] = {
+    "block_input_rms": HeadField(
         "1",
         "root mean square of the hidden states that enter a block",
-        over="root_mean",
+        "max",
     ),
-    "block_input_max": BlockField(
-        "1", "largest magnitude in the hidden states that enter a block", over="max"
+    "block_input_max": HeadField(
+        "1", "largest magnitude in the hidden states that enter a block", "max"
     ),
-    "block_input_channel_ratio": BlockField(
+    "block_input_channel_ratio": HeadField(
         "1",
         "largest channel peak divided by the median peak, in the hidden states that enter a block",
-        over="max",
+        "max",
     ),
-    "block_output_rms": BlockField(
+    "block_output_rms": HeadField(
         "1",
         "root mean square of the hidden states that leave a block",
-        over="root_mean",
+        "max",
         column="stream",
         per_layer=True,
     ),
-    "block_output_max": BlockField(
-        "1", "largest magnitude in the hidden states that leave a block", over="max"
+    "block_output_max": HeadField(
+        "1", "largest magnitude in the hidden states that leave a block", "max"
     ),
-    "block_output_channel_ratio": BlockField(
+    "block_output_channel_ratio": HeadField(
         "1",
         "largest channel peak divided by the median peak, in the hidden states that leave a block",
-        over="max",
+        "max",
         column="channel ratio",
         per_layer=True,
     ),
@@ -603,12 +588,13 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
 
 
 def head_field(name: str) -> HeadField | None:
-    """Returns the field of a per-head value, with or without token classes; None if the name is unknown.
+    """Returns the field of a value per head (with or without token classes) or block; None if the name is unknown.
 
     >>> head_field("class_max_logit/image->text").fold
     'max'
     """
-    return HEAD_FIELDS.get(name) or CLASS_FIELDS.get(name.partition("/")[0])
+    of_class = CLASS_FIELDS.get(name.partition("/")[0])
+    return HEAD_FIELDS.get(name) or BLOCK_FIELDS.get(name) or of_class
 
 
 def layer_fields() -> tuple[str, ...]:
