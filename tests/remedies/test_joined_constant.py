@@ -57,3 +57,17 @@ def test_a_head_that_was_below_zero_may_grow_over_the_threshold_in_one_step():
             model.k.weight[:16].mul_(-1)
         step(model, optimizer, x)
     assert not [text for text in caught if "does not bring" in text]
+
+
+def test_a_head_that_came_under_the_threshold_may_grow_over_it_again():
+    torch.manual_seed(0)
+    model = Shifted(0.0)
+    x, optimizer = torch.randn(4, 12, 32), adamw(model, 1e-6)
+    qkeel.apply(model, "qk_clip:threshold=15", optimizer, batch=x)
+    with warned() as caught:
+        for number in range(8):  # the first head is over it in each
+            with torch.no_grad():
+                model.q.weight[:16].mul_(1.5)
+                model.q.weight[16:].mul_(1e5 if number in (0, 7) else 0.9)
+            step(model, optimizer, x)
+    assert not [text for text in caught if "does not bring" in text]

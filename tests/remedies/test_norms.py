@@ -372,6 +372,7 @@ def test_options_and_own_attention_that_do_not_fit_are_refused(
     [
         ("qwen3", "sdpa", "qk_norm"),
         ("deepseek", "sdpa", "qk_norm"),  # a gain per dimension behind the rotation
+        ("deepseek", "sdpa", "qk_norm:gain=head"),  # behind the repetition of keys
         ("deepseek", "eager", "qk_norm:gain=none"),  # a softmax alone shows no q and k
         ("deepseek", "sdpa", "qkv_norm:drop_pre_norm=false"),
         ("neox", "sdpa", "qkv_norm"),  # parallel residual

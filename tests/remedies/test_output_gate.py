@@ -43,8 +43,12 @@ def test_the_gate_is_a_sigmoid_of_the_input_before_the_output_projection(
         qkeel.apply(model, f"output_gate:init=random,per={per}", batch=x),
         torch.no_grad(),
     ):
+        # As torch's linear layers of 16 features begin.
+        weight = model.get_parameter("output_gate.weight")
+        assert -0.25 <= weight.min() < -0.2
+        assert 0.2 < weight.max() <= 0.25
         stir(model)
-        weight = model.get_parameter("output_gate.weight").clone()
+        weight = weight.clone()
         got = model(x)
     assert weight.shape == (16 if per == "feature" else 4, 16)
     wide = weight if per == "feature" else weight.repeat_interleave(4, 0)

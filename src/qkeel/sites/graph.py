@@ -14,7 +14,7 @@ from qkeel.patching.autograd import (
     output_like,
     variable_of,
 )
-from qkeel.patching.module_tables import parameters_of
+from qkeel.patching.module_tables import modules_of, parameters_of
 
 # Nodes that compute activations times weights, with the indices of the inputs that are
 # the activations, the weight and the bias.
@@ -148,7 +148,7 @@ class Walk:
 def names_of(model: nn.Module) -> dict[int, str]:
     """The names of parameters by identity; a tied parameter has its first name."""
     names: dict[int, str] = {}
-    for name, module in model.named_modules():
+    for name, module in modules_of(model).items():
         prefix = f"{name}." if name else ""
         for key, p in parameters_of(module).items():
             if p is not None:
