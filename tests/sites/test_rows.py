@@ -4,13 +4,19 @@ import dataclasses
 
 import pytest
 import torch
+from tests.attention import scores
+from tests.drawing import randn
 from tests.quick import one_in
 from tests.sites.models import CASES, OF_ADAPTER, D, H
 from torch import nn
+from torch.testing import assert_close
 
 from qkeel import find_sites
 from qkeel.sites import QKProduct, site_search
 from qkeel.sites import trace as trace_module
+from qkeel.sites.verify import LogitReader
+from qkeel.spec import AttentionSpec
+from qkeel.spec.call import make_call
 
 from .oracle import tapped
 
@@ -184,3 +190,14 @@ def test_the_heads_of_a_permuted_projection_are_told_apart(heads):
     assert site.query[0].index.tolist() == rows[model.order].tolist()
     assert site.key[0].index.tolist() == (rows + heads * 2).tolist()
     assert site.n_heads == heads != H
+
+
+@pytest.mark.parametrize(
+    ("padding", "rows"),
+    [(slice(0, 8), slice(8, 40)), (slice(32, 40), slice(0, 32))],
+)
+def test_of_many_rows_those_at_the_end_with_more_logits_are_read(padding, rows):
+    q, k = randn(1, 2, 40, 4, seed=0), randn(1, 2, 40, 4, seed=1)
+    q[:, :, padding] = 0
+    call = make_call(AttentionSpec(), q, k, k, causal=False)
+    assert_close(LogitReader(call).recorded, scores(q, k)[:, :, rows])
