@@ -33,8 +33,8 @@ class Case:
     """A module, its input, and the weights of its queries and keys, path by path."""
 
     build: Callable[[], nn.Module]
-    query: list[list[Rows]]
-    key: list[list[Rows]]
+    query: list[list[Rows]] = dataclasses.field(default_factory=lambda: Q)
+    key: list[list[Rows]] = dataclasses.field(default_factory=lambda: K)
     shape: tuple[int, ...] = (B, T, M)
     heads: tuple[int, int] = (H, H)
     key_heads: tuple[int, ...] | None = None
@@ -367,7 +367,7 @@ def of_attend(attend, **options):
     groups = options.pop("groups", H)
     keys = [[("k.weight", 0, block(groups))]]
     build = lambda: Heads(attend, groups)  # noqa: E731
-    return Case(build=build, query=Q, key=keys, heads=(H, groups), **options)
+    return Case(build=build, key=keys, heads=(H, groups), **options)
 
 
 CASES = {
@@ -389,16 +389,12 @@ CASES = {
     "repeats first": of_attend(repeats_first, groups=2, key_heads=(0, 1, 0, 1)),
     "one key head": of_attend(one_key, groups=1),
     # what is done to queries and keys
-    "norm of heads": Case(build=changed(normed), query=Q, key=K, normed=True),
-    "norm over all heads": Case(build=changed(flat_norm), query=Q, key=K, normed=True),
-    "written norm over all heads": Case(
-        build=changed(written_flat_norm), query=Q, key=K, normed=True
-    ),
-    "rotation by matrices": Case(build=changed(rotated), query=Q, key=K),
+    "norm of heads": Case(build=changed(normed), normed=True),
+    "norm over all heads": Case(build=changed(flat_norm), normed=True),
+    "written norm over all heads": Case(build=changed(written_flat_norm), normed=True),
+    "rotation by matrices": Case(build=changed(rotated)),
     "rotation and a written norm": Case(
         build=changed(lambda m, x: divided(m, rotated(m, x))),
-        query=Q,
-        key=K,
         normed=True,
     ),
     # how they are made
@@ -436,18 +432,17 @@ CASES = {
         key=[[("k", 1, block())]],
     ),
     "an adapter of zeros": Case(
-        build=lambda: adapted(orthogonal=False), query=OF_ADAPTER, key=K
+        build=lambda: adapted(orthogonal=False), query=OF_ADAPTER
     ),
     "an orthogonal adapter": Case(
-        build=lambda: adapted(orthogonal=True), query=OF_ADAPTER, key=K
+        build=lambda: adapted(orthogonal=True), query=OF_ADAPTER
     ),
     "weight norm": Case(
         build=reparametrized,
         query=[[("q.parametrizations.weight.original1", 0, block())]],
-        key=K,
         scales=False,
     ),
-    "weights of zeros": Case(build=zeroed, query=Q, key=K),
+    "weights of zeros": Case(build=zeroed),
     "latent": Case(
         build=Latent,
         query=[
@@ -464,7 +459,7 @@ CASES = {
         query=[*Q, [("q2.weight", 0, block())]],
         key=[*K, [("k2.weight", 0, block())]],
     ),
-    "queries that are keys": Case(build=Itself, query=Q, key=Q),
+    "queries that are keys": Case(build=Itself, key=Q),
     "convolutions": Case(
         build=Images,
         query=[[("query.2.weight", 0, block())]],

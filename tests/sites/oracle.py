@@ -6,6 +6,7 @@ from torch.testing import assert_close
 
 from qkeel.capture.calls import statistics
 from qkeel.capture.intercept import CaptureMode
+from qkeel.sites import Tap
 
 
 def observed(run, model=None, **options):
@@ -23,6 +24,15 @@ def observed(run, model=None, **options):
 def the_call(run, model=None, **options):
     """The statistics of the only call of a run."""
     ((_, _, stats),), _ = observed(run, model, **options)
+    return stats
+
+
+def tapped(model, x, sites=()):
+    """The statistics of the only site of a pass, read by a Tap that knows these sites."""
+    with Tap(model) as tap:
+        tap.sites.extend(sites)
+        model(x)
+        (stats,) = tap.read().values()
     return stats
 
 

@@ -164,13 +164,6 @@ def batch(seed=1):
     return randn(2, T, 32, seed=seed)
 
 
-def largest(model):
-    """The true largest logit of the batch."""
-    with torch.no_grad():
-        model(batch())
-        return float(model.z.amax())
-
-
 def gated(m, p):
     """A bias that the input decides on."""
     return p["q1"] @ p["k1"].mT + m.gate(m.x).permute(0, 2, 1)[..., None] * torch.randn(

@@ -160,44 +160,22 @@ def test_an_output_that_is_laid_out_otherwise_is_an_error():
             arranged(torch.ones(shape), Reading(module="q", layout="b h t d"), 4)
 
 
-BAD = {
-    "module": (
-        {"name": "layer.0"},
-        UnknownNameError,
-        "unknown module of this Model 'layer.0'. Did you mean 'layers.0'",
-    ),
-    "submodule": (
-        {"query": Reading(module="q")},
-        UnknownNameError,
-        "unknown module of this Opaque 'q'. Did you mean 'q_proj'|Known: kv, q_proj",
-    ),
-    "heads": (
-        {"heads": (4, 3)},
-        InvalidValueError,
-        "multiple of key heads, got 4 and 3",
-    ),
-    "features": (
-        {"heads": 5},
-        ShapeError,
-        "q_proj's output as .* with 5 heads",
-    ),
-    "sizes": (
-        {"key": Reading(module="kv")},
-        InvalidValueError,
-        r"heads of unequal sizes, \[8, 16\]",
-    ),
-    "parameters": (
-        {"spec": AttentionSpec(norm=RMSNorm(on="qk", over="head", gain="dim"))},
-        InvalidValueError,
-        "this spec has parameters",
-    ),
-}
+NORMED = AttentionSpec(norm=RMSNorm(on="qk", over="head", gain="dim"))
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_description_that_does_not_fit_is_refused_at_once(name):
-    changes, error, message = BAD[name]
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(
+    ("changes", "error", "told"),
+    [
+        ({"name": "layer.0"}, UnknownNameError, "Did you mean 'layers.0'"),
+        ({"query": Reading(module="q")}, UnknownNameError, "Known: kv, q_proj"),
+        ({"heads": (4, 3)}, InvalidValueError, "got 4 and 3"),
+        ({"heads": 5}, ShapeError, "with 5 heads"),
+        ({"key": Reading(module="kv")}, InvalidValueError, r"unequal sizes, \[8, 16\]"),
+        ({"spec": NORMED}, InvalidValueError, "this spec has parameters"),
+    ],
+)
+def test_a_description_that_does_not_fit_is_refused_at_once(changes, error, told):
+    with pytest.raises(error, match=told):
         described(Model(), **changes)
 
 

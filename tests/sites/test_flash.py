@@ -10,7 +10,6 @@ from tests.attention import Attention
 from tests.each_row import each_row
 from torch import nn
 from torch.testing import assert_close
-from transformers import modeling_flash_attention_utils as wrappers
 
 from qkeel import find_sites
 from qkeel.capture.intercept import CaptureMode
@@ -188,47 +187,6 @@ def test_an_option_that_cannot_be_accounted_for_is_named_and_not_guessed():
             "flash_attn_func is called with alibi_slopes with softcap: a bias after the cap, whose effect is not known",
         ),
     ]
-
-
-class Transformers(Block):
-    """A layer that calls flash-attn as transformers' models do, through its wrapper."""
-
-    def __init__(self):
-        super().__init__(None)
-
-    def forward(self, x, mask):
-        q, k = self.operands(x)
-        options = {
-            "is_causal": True,
-            "attn_implementation": "flash_attention_3",
-            "sliding_window": 3,
-        }
-        return wrappers._flash_attention_forward(q, k, k, mask, x.shape[1], **options)
-
-
-def test_what_transformers_wrappers_call_is_seen_padded_or_not(
-    monkeypatch,
-):
-    home = types.ModuleType("flash_attn_interface")
-    functions = {n: f for n, f in vars(stand_in).items() if n.startswith("flash_attn")}
-    vars(home).update(functions, flash_attn_with_kvcache=None)
-    monkeypatch.setitem(sys.modules, home.__name__, home)
-    monkeypatch.setattr(wrappers, "_loaded_implementation", None)
-    for version in (2, 3, 4):
-        monkeypatch.setattr(
-            wrappers, f"is_flash_attn_{version}_available", lambda: False
-        )
-    model, x = Transformers(), torch.randn(2, 6, H * D)
-    mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
-    for given, name, n in (
-        (None, "flash_attn_func", 12),
-        (mask, "flash_attn_varlen_func", 10),
-    ):
-        plain = model(x, given)
-        ((_, how, stats),), out = observed(lambda g=given: model(x, g), model)
-        assert torch.equal(out, plain)
-        assert (how, stats.n_queries.tolist()) == (name, [n] * H)
-        assert len(find_sites(model, (x, given))) == 1
 
 
 @pytest.mark.filterwarnings(

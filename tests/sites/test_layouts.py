@@ -12,6 +12,8 @@ from qkeel import find_sites
 from qkeel.errors import RefusedError
 from qkeel.sites import Tap
 
+from .oracle import check, tapped
+
 B, T = 4, 4  # as many as heads: no shape says which is which
 
 
@@ -37,10 +39,7 @@ def test_what_is_attended_to_need_not_be_all_tokens(attend, keys):
     model, x = Heads(attend), torch.randn(B, T, 32)
     (site,) = find_sites(model, x)
     assert (site.n_heads, str(site.layout)) == (H, "b h t s")
-    with torch.no_grad(), Tap(model) as tap:
-        tap.sites = [site]
-        model(x)
-        (stats,) = tap.read().values()
+    stats = tapped(model, x, [site])
     assert stats.n_pairs.tolist() == [B * (D if attend is channels else T) * keys] * H
 
 
@@ -126,10 +125,4 @@ def test_a_first_batch_of_one_sample_does_not_mix_heads_with_samples():
     torch.manual_seed(0)
     model, x = HeadsBeforeBatch().double(), torch.randn(3, 6, 16, dtype=torch.float64)
     q, k = (to_heads(y(x), 4, 4) for y in (model.q, model.k))
-    with Tap(model) as tap:
-        tap.sites = qkeel.find_sites(model, x[:1])
-        model(x)
-        (stats,) = tap.read().values()
-    assert_close(
-        stats.max_logit, (q @ k.mT / 2).amax((0, 2, 3)).detach(), check_dtype=False
-    )
+    check(tapped(model, x, qkeel.find_sites(model, x[:1])), q @ k.mT / 2)

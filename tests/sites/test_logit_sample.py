@@ -6,11 +6,9 @@ import re
 
 import pytest
 import torch
-from tests.conformance.cases import SOME, SPECS, calls
 from tests.conformance.test_scores_statistics import by_hand
 from tests.contract.conformance.cases import widened
 from tests.kernels.drawn import drawn, mask_of_pairs
-from tests.quick import one_in
 
 from qkeel.capture.calls import HeadLayout
 from qkeel.reference import attend_call
@@ -70,22 +68,6 @@ def test_the_words_are_what_the_changed_call_has(written):
             near = pytest.approx(expected, rel=0.07, abs=5e-3)
             assert [float(x) for x in words.groups()] == near, seed
     assert said > 40
-
-
-@pytest.mark.parametrize("name", one_in(SPECS, 4))
-def test_every_softmax_over_keys_has_a_sample(name):
-    for case, call in calls(SPECS[name], torch.float32, SOME[:4], seed=3):
-        sample = LogitSample.of(call)
-        normalizer = call.spec.normalizer
-        assert (sample is not None) is (normalizer.kind == "softmax")
-        for head in range(call.q.shape[1] if sample else 0):
-            words = WORDS.match(sample.effect(head, factor=0.3))
-            entropy, passed = measured(call, head, call.q.shape[2])
-            if words is None:
-                assert math.isnan(entropy), case
-                continue
-            assert float(words[1]) == pytest.approx(entropy, rel=0.06, abs=5e-3), case
-            assert float(words[3]) == pytest.approx(passed, rel=0.06, abs=5e-3), case
 
 
 def test_a_long_row_leaves_fewer_rows_and_what_has_no_softmax_over_keys_has_no_sample(

@@ -1,6 +1,5 @@
 """Weights whose attributes a layer's first pass moves elsewhere, as those of bitsandbytes' int8, are left to that pass."""
 
-import pytest
 import torch
 from tests.attention import Attention
 from tests.drawing import randn
@@ -8,7 +7,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import qkeel
-from qkeel.errors import RefusedError
 
 
 class Int8Weight(nn.Parameter):
@@ -71,14 +69,3 @@ def losses(watched):
 
 def test_a_search_leaves_the_attributes_of_weights_to_the_models_own_pass():
     assert losses(True) == losses(False)
-
-
-@pytest.mark.parametrize("remedy", ["qk_clip", "lalr"])
-def test_quantised_weights_are_refused_as_such(remedy):
-    model = Attention(m=16)
-    for name, inner in [*model.named_children()]:
-        if isinstance(inner, nn.Linear):
-            setattr(model, name, Int8Linear(inner))
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
-    with pytest.raises(RefusedError, match=r"quantised \(Int8Weight\)"):
-        qkeel.apply(model, remedy, optimizer, batch=torch.randn(2, 5, 16))

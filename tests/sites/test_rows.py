@@ -9,8 +9,10 @@ from tests.sites.models import CASES, OF_ADAPTER, D, H
 from torch import nn
 
 from qkeel import find_sites
-from qkeel.sites import QKProduct, Tap, site_search
+from qkeel.sites import QKProduct, site_search
 from qkeel.sites import trace as trace_module
+
+from .oracle import tapped
 
 IDS = {id(case): name for name, case in CASES.items()}
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -28,12 +30,8 @@ def paths_of(site, side):
 
 
 def statistics(model, x, site):
-    with torch.no_grad(), Tap(model) as tap:
-        tap.sites = [site]
-        torch.manual_seed(3)
-        model(x)
-        (stats,) = tap.read().values()
-    return stats
+    torch.manual_seed(3)
+    return tapped(model, x, [site])
 
 
 @torch.no_grad()

@@ -6,9 +6,8 @@ from tests.attention import from_heads, to_heads
 from torch import nn
 
 from qkeel import find_sites
-from qkeel.sites import Tap
 
-from .oracle import check
+from .oracle import check, tapped
 from .sums import SUMS, H, Sum, T, batch, capped_part, gated, made, memory_keys
 
 
@@ -27,10 +26,7 @@ def test_every_product_is_a_term_and_statistics_are_those_of_the_sum(name):
         for t in site.terms
     ]
     assert terms == SUMS[name][2]
-    with torch.no_grad(), Tap(model) as tap:
-        tap.sites = [site]
-        model(batch())
-        (stats,) = tap.read().values()
+    stats = tapped(model, batch(), [site])
     check(stats, model.z)
     # No one pair of q and k makes the logit.
     assert stats.n_products.tolist() == [0] * H
@@ -45,10 +41,7 @@ def test_a_part_that_other_weights_make_is_not_confirmed_and_statistics_are_righ
     (site,) = find_sites(model, batch())
     assert not site.verified
     assert "part of them comes from other weights" in site.unverified
-    with torch.no_grad(), Tap(model) as tap:
-        tap.sites = [site]
-        model(batch())
-        (stats,) = tap.read().values()
+    stats = tapped(model, batch(), [site])
     check(stats, model.z)
 
 

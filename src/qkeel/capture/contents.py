@@ -7,7 +7,7 @@ import copy
 import functools
 import operator
 import random
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -136,21 +136,6 @@ def is_same(x: Any, contents: Any) -> bool:
     return not isinstance(x, dict) or all(
         map(operator.is_, x.values(), contents.values())
     )
-
-
-def keep_entries(
-    table: dict[Any, Any], but: Collection[str] = ()
-) -> Callable[[], None]:
-    """Returns a function that restores the entries of a dict, except those of the names in `but`."""
-    kept = dict(table)
-
-    def restore() -> None:
-        if not is_same(table, kept):
-            others = {name: x for name, x in table.items() if name in but}
-            table.clear()
-            table.update(kept | others)
-
-    return restore
 
 
 def keep_values(tensors: Iterable[Tensor]) -> Callable[[], None]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from qkeel.capture.contents import (
     ObjectContents,
-    keep_entries,
+    is_same,
     keep_parameters,
     keep_values,
 )
@@ -35,11 +35,14 @@ from qkeel.patching.module_tables import (
     MODULE_ATTRIBUTES,
     TABLES,
     Around,
+    attributes_of,
     buffers_of,
+    drop_hooks_after,
+    hooks_after,
+    modules_of,
     parameters_in,
     put_hooks,
     remove_hooks,
-    tables_of_hooks_after,
 )
 
 # The module that is currently running, tracked by forward hooks during a probe or a sampled forward pass.
@@ -204,7 +207,7 @@ class ModuleStack:
 
         modules: those that are tracked, by name; every module of the model by default.
         """
-        self._named = dict(model.named_modules() if modules is None else modules)
+        self._named = dict(modules_of(model) if modules is None else modules)
         self._names = {id(module): name for name, module in self._named.items()}
         # Other names of modules, by caller; None if callers are not told apart.
         self.by_caller: Mapping[Caller, str] | None = {} if keep_inputs else None
@@ -386,7 +389,7 @@ def undisturbed(
 
     The context yields a function that restores this state, for use between two passes.
     """
-    tree = [*model.modules()]
+    tree = [*modules_of(model).values()]
     with ExitStack() as undo:
         functions = hold_hooks_back(tree, undo, runs_gradient_hooks=runs_gradient_hooks)
         yield undo.enter_context(
@@ -469,17 +472,33 @@ def _state_of(module: nn.Module) -> Iterator[Callable[[], None]]:
     if isinstance(module, torch.jit.ScriptModule):
         yield keep_values(module.buffers(recurse=False))
         return
-    attributes, buffers = vars(module), buffers_of(module)
-    own = [x for name, x in attributes.items() if name not in MODULE_ATTRIBUTES]
+    before, buffers = dict(vars(module)), dict(buffers_of(module))
+    own = [value for name, value in before.items() if name not in MODULE_ATTRIBUTES]
     held = [x for x in (*own, *buffers.values()) if isinstance(x, Tensor)]
     if held:
         yield keep_values(held)
-    # A model may register hooks in its first pass and note that in an attribute (transformers does so to record hidden
-    # states). Both are removed, because otherwise the next pass would register the hooks a second time.
-    for table in tables_of_hooks_after(module):
-        yield keep_entries(table)
-    yield keep_entries(buffers)
-    yield keep_entries(attributes, but=TABLES)
+    hooks = dict(hooks_after(module))
+
+    def restore() -> None:
+        state = vars(module)
+        if (
+            is_same(state, before)
+            and is_same(buffers_of(module), buffers)
+            and is_same(hooks_after(module), hooks)
+        ):
+            return
+        # A model may register hooks in its first pass and note that in an attribute (transformers does so to record
+        # hidden states). Both are removed, because otherwise the next pass would register the hooks a second time.
+        drop_hooks_after(module, kept=set(hooks))
+        for name in attributes_of(module).keys() - before.keys():
+            del state[name]
+        state.update(
+            {name: value for name, value in before.items() if name not in TABLES}
+        )
+        buffers_of(module).clear()
+        buffers_of(module).update(buffers)
+
+    yield restore
 
 
 @final
@@ -491,12 +510,14 @@ class LastPass:
     """
 
     def __init__(
-        self, model: nn.Module, args: Args, kwargs: Mapping[str, object]
+        self,
+        device: str,
+        args: Args,
+        kwargs: Mapping[str, object],
+        training: bool = True,
     ) -> None:
-        """Takes the model, in the mode of the call, and the arguments."""
-        first = next(model.parameters(), None)
-        device = "cpu" if first is None else first.device.type
-        self._training, self._autocast = model.training, _autocast_now(device)
+        """Takes the arguments of the call, the type of the device that the model is on, and the model's mode."""
+        self._training, self._autocast = training, _autocast_now(device)
 
         def detached(x: object) -> object:
             return x.detach() if isinstance(x, Tensor) else x

@@ -75,7 +75,7 @@ from qkeel.patching.modes import (
     push_mode,
     take_off,
 )
-from qkeel.patching.module_tables import put_hooks, remove_hooks
+from qkeel.patching.module_tables import modules_of, put_hooks, remove_hooks
 from qkeel.patching.torch_state import in_vmap, running_frames, transformed_now
 from qkeel.spec import AttentionCall
 
@@ -317,7 +317,7 @@ class CaptureMode(ReadingMode):
             self.stack.ended = self._module_ended
         around.enter_context(observed_by(self, exchanges=most > Watch.NAME))
         if modules is None:
-            modules = self.stack.root.module.modules()
+            modules = modules_of(self.stack.root.module).values()
         self._recording = recording_code(modules)
         if self._only_in is None:
             self.stack.attach(around)

@@ -7,7 +7,6 @@ import dis
 import functools
 import inspect
 import itertools
-import operator
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from qkeel.capture.contents import ObjectContents, keep_entries
+from qkeel.capture.contents import ObjectContents
 from qkeel.patching.guards import idle
 from qkeel.patching.module_tables import (
     global_hooks,
@@ -91,13 +90,28 @@ def hold_hooks_back(
             else:
                 functions.append(hook)
     for table, key in held:
-        undo.callback(operator.setitem, table, key, table[key])
+        undo.callback(_put_back, table, key, table[key])
         table[key] = idle
     if not runs_gradient_hooks:
-        for table in gradient_hooks(modules):
-            undo.callback(keep_entries(table))
+        with_gradients = [(table, dict(table)) for table in gradient_hooks(modules)]
+        undo.callback(_put_all_back, with_gradients)
+        for table, _ in with_gradients:
             table.clear()
     return functions
+
+
+def _put_all_back(hooks_of_tables: list[tuple[Hooks, Hooks]]) -> None:
+    for table, hooks in hooks_of_tables:
+        # The pass may have added some.
+        hooks |= table
+        table.clear()
+        table.update(hooks)
+
+
+def _put_back(table: Hooks, key: int, hook: Callable[..., Any]) -> None:
+    # The pass may have removed the hook.
+    if key in table:
+        table[key] = hook
 
 
 def recording_code(modules: Iterable[nn.Module]) -> frozenset[types.CodeType]:

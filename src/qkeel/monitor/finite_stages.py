@@ -194,6 +194,11 @@ def first_origin(history: History, facts: Facts) -> Origin | None:
             f"in an empty row in {name}: sample {sample:.0f}, query {query:.0f} sees no key, and a softmax over "
             "nothing is NaN"
         )
+    heirs = len(broken) - 1
+    if heirs and stage != WEIGHTS:
+        meaning += (
+            f"; {heirs} other layer{'s' * (heirs > 1)} inherit{'s' * (heirs == 1)} it"
+        )
     return Origin(layer=layer, head=head, stage=stage, meaning=meaning)
 
 

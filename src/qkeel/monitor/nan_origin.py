@@ -51,7 +51,8 @@ class KeptPass:
     def __init__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        self._last = LastPass(model, args, kwargs)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._last = LastPass(device.type, args, kwargs, model.training)
         self.args, self.kwargs = self._last.args, self._last.kwargs
         self.output_grads: dict[int, Tensor] = {}
         self._streams = RandomStreams(model.parameters())

@@ -40,6 +40,26 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns every module once, keyed by name, in the order of `named_modules`, whose recursion takes each name through
+    all levels above it."""
+    modules: dict[str, nn.Module] = {}
+    visited: set[int] = set()
+    waiting = [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        if id(module) in visited:
+            continue
+        visited.add(id(module))
+        modules[name] = module
+        prefix = f"{name}." if name else ""
+        # The stack gives the last one back first. The table of a scripted module cannot be reversed itself.
+        for key, child in reversed([*module._modules.items()]):
+            if child is not None:
+                waiting.append((f"{prefix}{key}", child))
+    return modules
+
+
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Returns the parameters of these modules without those of their submodules, each once."""
     held = [
@@ -58,6 +78,11 @@ def names_in_use(module: nn.Module) -> set[str]:
     return {*vars(module), *module._parameters, *module._modules, *module._buffers}
 
 
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Returns a copy of the module's attributes, except the three tables."""
+    return {name: value for name, value in vars(module).items() if name not in TABLES}
+
+
 def hooks_before(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """Returns the module's forward pre-hooks in order."""
     return module._forward_pre_hooks
@@ -66,15 +91,6 @@ def hooks_before(module: nn.Module) -> dict[int, Callable[..., Any]]:
 def hooks_after(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """Returns the module's forward hooks in order."""
     return module._forward_hooks
-
-
-def tables_of_hooks_after(module: nn.Module) -> list[dict[int, Any]]:
-    """Returns the tables in which the module keeps its forward hooks and how they are called."""
-    return [
-        module._forward_hooks,
-        module._forward_hooks_with_kwargs,
-        module._forward_hooks_always_called,
-    ]
 
 
 _BEFORE = operator.attrgetter("_forward_pre_hooks")
@@ -147,6 +163,17 @@ def remove_hooks(hooks: Iterable[Hook]) -> None:
         table.pop(key, None)
 
 
+def drop_hooks_after(module: nn.Module, kept: set[int]) -> None:
+    """Removes the module's forward hooks, except those whose numbers are in `kept`."""
+    for number in [number for number in module._forward_hooks if number not in kept]:
+        for table in (
+            module._forward_hooks,
+            module._forward_hooks_with_kwargs,
+            module._forward_hooks_always_called,
+        ):
+            table.pop(number, None)
+
+
 # What a module's own compile() has made of it, or None.
 _COMPILED_CALL = operator.attrgetter("_compiled_call_impl")
 
@@ -217,6 +244,14 @@ class ModuleTree:
                 pair for pair in named if isinstance(pair[1], kinds)
             ]
         return self._of_kind[kinds]
+
+    def first_parameter(self) -> nn.Parameter | None:
+        """Returns the first parameter of the modules as of the last query, or None if they have none."""
+        for _, module in self._named or self.named():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    return parameter
+        return None
 
     def any_compiled(self) -> bool:
         """True if calling any of the modules runs compiled code."""

@@ -163,23 +163,36 @@ def before_change(act: Act) -> Callable[..., Any]:
         optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
         # Args[0] is the optimizer.
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        positional = args[1:2]
+        closure = positional[0] if positional else kwargs.get("closure")
         if not callable(closure):
             act(optimizer)
             return None
-        waiting = [act]
-
-        def followed() -> object:
-            out = closure()
-            while waiting:
-                waiting.pop()(optimizer)
-            return out
-
-        if len(args) > 1:
-            return (args[0], followed, *args[2:]), kwargs
-        return args, {**kwargs, "closure": followed}
+        closure = _followed(closure, lambda: act(optimizer))
+        return (
+            ((args[0], closure, *args[2:]), kwargs)
+            if positional
+            else (args, {**kwargs, "closure": closure})
+        )
 
     return before
+
+
+def _followed(
+    closure: Callable[[], object], act: Callable[[], None]
+) -> Callable[[], object]:
+    """Returns a closure that calls `act` after its first run."""
+    called = False
+
+    def follow() -> object:
+        nonlocal called
+        out, first = closure(), not called
+        called = True
+        if first:
+            act()
+        return out
+
+    return follow
 
 
 def steps_taken(optimizer: Optimizer) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.patching.held_objects import tensors_within
-from qkeel.patching.module_tables import MODULE_ATTRIBUTES
+from qkeel.patching.module_tables import MODULE_ATTRIBUTES, modules_of
 from qkeel.patching.torch_state import running_frames, transformed_now
 
 # Of passes that are trained, and of passes that are not.
@@ -64,7 +64,7 @@ class PassRole:
         if not nodes:
             kept = [
                 x
-                for module in model.modules()
+                for module in modules_of(model).values()
                 if not isinstance(module, torch.jit.ScriptModule)
                 for name, x in vars(module).items()
                 if name not in MODULE_ATTRIBUTES

@@ -26,6 +26,7 @@ from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import (
     WRAPPED_AS,
     buffers_of,
+    modules_of,
     parameters_of,
 )
 from qkeel.sites.norms import spec_gains
@@ -326,7 +327,7 @@ _OWN = (Attention, MLA, GAU)
 def own_sites(model: nn.Module) -> list[AttentionSite]:
     return [
         _site(name, module)
-        for name, module in model.named_modules()
+        for name, module in modules_of(model).items()
         if isinstance(module, _OWN)
     ]
 

@@ -14,7 +14,6 @@ from qkeel.patching.autograd import (
     output_like,
     variable_of,
 )
-from qkeel.patching.module_tables import parameters_of
 
 # Nodes that compute activations times weights, with the indices of the inputs that are
 # the activations, the weight and the bias.
@@ -147,13 +146,8 @@ class Walk:
 
 def names_of(model: nn.Module) -> dict[int, str]:
     """The names of parameters by identity; a tied parameter has its first name."""
-    names: dict[int, str] = {}
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        for key, p in parameters_of(module).items():
-            if p is not None:
-                names.setdefault(id(p), f"{prefix}{key}")
-    return names
+    named = [*model.named_parameters(remove_duplicate=False)]
+    return {id(p): name for name, p in reversed(named)}
 
 
 def leaves_of(start: Node | None, stops: set[Node]) -> list[Node] | None:

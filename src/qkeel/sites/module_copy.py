@@ -21,7 +21,7 @@ from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.held_objects import CONSTANTS, reachable
 from qkeel.patching.modes import CollectiveMode, without_modes
-from qkeel.patching.module_tables import TABLES, parameters_in
+from qkeel.patching.module_tables import TABLES, modules_of, parameters_in
 from qkeel.sites.search_passes import eagerly, saving_unseen
 
 # An attribute of copies. They hold weights of the model's until a garbage collection, and whoever looks through all live
@@ -58,7 +58,7 @@ def copy_of(module: nn.Module, shared: Iterable[nn.Parameter]) -> nn.Module:
     """A copy of a module that may be running. Its plain parameters share the memory of the module's, whose versions its
     writes don't raise; others, such as quantised ones, are the module's, and so are the `shared` ones of other modules."""
     memo: dict[int, Any] = {id(p): p for p in shared}
-    tree = [*module.modules()]
+    tree = [*modules_of(module).values()]
     for p in parameters_in(tree):
         if is_plain(p):
             memo[id(p)] = nn.Parameter(p.detach())

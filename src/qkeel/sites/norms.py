@@ -10,15 +10,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from qkeel.patching.autograd import inputs_of, nodes_of, variable_of
+from qkeel.sites.graph import leaves_of
 from qkeel.sites.rows import Side, probe_weights
 from qkeel.sites.site import NormGain
 from qkeel.spec.norm import Norm as SpecNorm
 
-# Through which a parameter is read: casts, views, and the addition of a constant, as in 1 + w.
-_READ = (
-    *("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Expand", "ToCopy"),
-    *("Clone", "AddBackward"),
-)
 _FUSED = ("NativeLayerNormBackward0", "FusedRmsNormBackward0")
 _LIMIT = 400
 # Of the sum of squares of a head, what rounding may leave unexplained.
@@ -153,27 +149,17 @@ def _parameters_after(side: Side, projections: set[str]) -> Mapping[str, _Use]:
         if len(inputs_of(node)) < 2:
             continue
         for position, (operand, _) in enumerate(node.next_functions):
-            parameter = None if operand is None else _parameter(operand)
+            leaves = leaves_of(operand, stops) or ()
+            if len(leaves) != 1:
+                continue
+            parameter = variable_of(leaves[0])
             name = side.names.get(id(parameter), "")
-            if parameter is None or not name or name in projections:
+            if not name or name in projections:
                 continue
             is_bias = node.name() in _FUSED and position == 2
             is_added = node.name().startswith(("AddBackward", "SubBackward"))
             uses[name] = _Use(parameter, is_bias or is_added)
     return uses
-
-
-def _parameter(node: Node) -> Tensor | None:
-    """The parameter that an operand is read from, or None."""
-    for _ in range(8):
-        variable = variable_of(node)
-        if variable is not None:
-            return variable
-        inputs = inputs_of(node)
-        if not node.name().startswith(_READ) or len(inputs) != 1:
-            return None
-        node = inputs[0]
-    return None
 
 
 def _stacked(numbers: tuple[Tensor, ...]) -> Tensor | None:

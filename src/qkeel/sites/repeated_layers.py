@@ -18,7 +18,7 @@ from qkeel.capture.calls import ScoresCall
 from qkeel.capture.example import ModuleCall, mapped
 from qkeel.capture.intercept import CapturedCall
 from qkeel.capture.random_streams import seed_generators
-from qkeel.patching.module_tables import MODULE_ATTRIBUTES
+from qkeel.patching.module_tables import MODULE_ATTRIBUTES, modules_of
 from qkeel.sites.module_copy import (
     CannotRerunError,
     LoneCall,
@@ -127,7 +127,7 @@ def _settings_of(module: nn.Module) -> dict[str, object]:
     """The numbers, flags and names that a module and those inside it hold, by where they are."""
     return {
         f"{path}.{key}": value
-        for path, inner in module.named_modules()
+        for path, inner in modules_of(module).items()
         for key, value in vars(inner).items()
         if key not in MODULE_ATTRIBUTES and isinstance(value, _SETTINGS)
     }

@@ -502,7 +502,6 @@ class _Factor:
         x = self.x if dim == keys else self.x.narrow(keys, self.x.shape[keys] - 1, 1)
         size = x.shape[dim]
         splits: set[Split | None] = set()
-        by_one_slice: list[int] = []
         for projection in self.walk.nearest:
             # A convolution may be the same for all heads, as when keys are pooled; the
             # heads are then those of its input.
@@ -512,15 +511,9 @@ class _Factor:
                     used = features_used(x, dim, target)
                 if used is None or not bool(used.any()):
                     break
-                users = used.any(1).nonzero().flatten().tolist()
-                if len(users) == 1 and target is projection:
-                    by_one_slice.append(users[0])
                 splits.add(split := _split(used))
                 if split != (size, 1, 1):
                     break
-        if size > 1 and sorted(by_one_slice) == [*range(size)]:
-            # There is a projection for each head, and their outputs are stacked.
-            return 1, size, 1
         heads = splits - {(size, 1, 1)}
         if None in splits or len(heads) > 1 or not splits:
             return None
@@ -531,10 +524,10 @@ def _split(used: Bool[Tensor, "m features"]) -> Split | None:
     """The split of m slices according to the features that they use."""
     kinds = used[:, used.any(0)].unique(dim=1)
     size, n = kinds.shape
-    if n == 1:
-        return (size, 1, 1)
     if not bool((kinds.sum(1) == 1).all()):
         return None
+    if n == 1:
+        return (size, 1, 1)
     kind = kinds.long().argmax(1)
     run = int((kind == kind[0]).long().cumprod(0).sum())
     if size % (n * run):

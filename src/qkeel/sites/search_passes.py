@@ -14,7 +14,6 @@ from qkeel.capture.example import tensors
 from qkeel.errors import InvalidValueError
 from qkeel.patching.autograd import without_checkpoints
 from qkeel.patching.modes import Args, Kwargs
-from qkeel.patching.module_tables import buffers_of, parameters_of
 from qkeel.patching.sharded_models import gathered, running_stage
 
 SEARCH = "the search for attention in a model that is split across processes"
@@ -112,13 +111,7 @@ def check_devices(model: nn.Module, *example: object) -> None:
     Raises:
         InvalidValueError: the example is on another device; the message names both devices.
     """
-    homes = {
-        x.device
-        for module in model.modules()
-        for table in (parameters_of(module), buffers_of(module))
-        for x in table.values()
-        if x is not None
-    }
+    homes = {x.device for x in (*model.parameters(), *model.buffers())}
     for x in tensors(example):
         # A scalar on the CPU can be combined with tensors on any device.
         if homes and x.device not in homes and (x.ndim or x.device.type != "cpu"):

@@ -1,4 +1,4 @@
-"""Finds the sites of a model in one pass, which is the program's own or one that `traced` makes.
+"""Finds the sites of a model in one pass, which is the program's own or one that `sites_in_pass` makes.
 
 When a module is about to make its first attention call, a copy of the smallest module around the call that holds the
 projections runs, with a part of what that module was called with, and is read and verified (see `trace`). Nothing else
@@ -43,7 +43,7 @@ from qkeel.errors import (
 )
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.modes import Args, Kwargs
-from qkeel.patching.module_tables import parameters_in
+from qkeel.patching.module_tables import modules_of, parameters_in
 from qkeel.patching.torch_state import uncompiled
 from qkeel.sites.graph import names_of
 from qkeel.sites.module_copy import (
@@ -162,13 +162,13 @@ class SiteSearch:
     def _name_modules(self, frame: ModuleCall) -> None:
         """Names what the model consists of, again if a forward has replaced modules, or has weights of its own while it
         runs, as one that fully_shard has split."""
-        tree = [*frame.module.modules()]
+        tree = modules_of(frame.module).values()
         is_named = all(id(x) in self._names for x in tree)
         if not is_named or any(
             id(p) not in self._parameters for p in parameters_in(tree)
         ):
             model = self._model
-            self._names = {id(x): name for name, x in model.named_modules()}
+            self._names = {id(x): name for name, x in modules_of(model).items()}
             self._parameters = names_of(model)
             # Kept, so that no other parameter gets the same id.
             self._held = [*model.parameters()]
@@ -196,7 +196,7 @@ class SiteSearch:
             if around.given is None:
                 continue
             self._name_modules(around)
-            tree = around.module.modules()
+            tree = modules_of(around.module).values()
             if any(id(p) in self._shared for p in parameters_in(tree)):
                 continue
             for known in self._known_modules:
@@ -276,7 +276,7 @@ class SiteSearch:
             name = name_of(called, trace.calls[part.name][0].ordinal)
             site = renamed(part, lambda weight: parameters.get(weight, weight))
             weights = weights_of(site)
-            held = parameters_in(module.modules())
+            held = parameters_in(modules_of(module).values())
             if weights <= {self._parameters[id(p)] for p in held}:
                 self._known.add(id(module))
             elif name in by_name and weights != weights_of(by_name[name]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Self
@@ -332,7 +331,10 @@ class Tap(Handle):
         if is_empty(args, kwargs):
             return
         if self._keeps and may_train:
-            held.latest = LastPass(self.model, args, kwargs)
+            first = self.tree.first_parameter()
+            held.latest = LastPass(
+                "cpu" if first is None else first.device.type, args, kwargs, training
+            )
         if not measured or not self.visitor.before(args, kwargs):
             return
         is_compiled = compiled()
@@ -340,7 +342,8 @@ class Tap(Handle):
         is_bounded = is_compiled and self._bounds is not None and dist.world() == 1
         if is_bounded and self._bounds is not None and self._bounds.begin():
             # If a logit may be over the threshold, the pass is made again with the same random numbers and inputs.
-            held.random = RandomStreams(itertools.islice(self.model.parameters(), 1))
+            first = self.tree.first_parameter()
+            held.random = RandomStreams([] if first is None else [first])
             held.versions = _versions(args, kwargs)
             return
         self._running = running = ObservedPass(self, may_train=may_train)

@@ -170,7 +170,7 @@ class _Reading:
     def __init__(self, lone: LoneCall) -> None:
         self._part = part = lone.part
         self._parameters = dict(part.named_parameters(remove_duplicate=False))
-        self._names = {id(p): name for name, p in reversed(self._parameters.items())}
+        self._names = names_of(part)
         self.watcher = CaptureMode(
             part, self._note, by_graph=functools.partial(layout_of, self._names)
         )

@@ -66,8 +66,7 @@ class Verification:
     """Verifies the sites of parts of a model that run alone."""
 
     def __init__(self) -> None:
-        # With the reason why their logits do not scale, or "".
-        self._confirmed: list[tuple[AttentionSite, str]] = []
+        self._confirmed: set[str] = set()
         self._by_gradients: dict[str, str] = {}
 
     def site(
@@ -115,10 +114,6 @@ class Verification:
             if len({s.parameter for s in path}) < len(path):
                 # Changed rows would reach the logits in two ways, by which every head moves.
                 raise CannotRerunError("one weight is used twice on the way to a logit")
-        for other, unscaled in self._confirmed:
-            # A second call with the same weights, which the first call's result would reach as well.
-            if other.module is site.module and has_same_rows(other, site):
-                return "", unscaled
         weights = ChangedWeights(lone.part, site)
         experiment = Experiment(site, weights, rerun)
         unscaled = ""
@@ -129,12 +124,12 @@ class Verification:
             if doubt:
                 return doubt, ""
             unscaled = experiment.disproportion()
-        self._confirmed.append((site, unscaled))
+        self._confirmed.add(site.name)
         return "", unscaled
 
     def confirms(self, name: str) -> bool:
         """True if reruns have confirmed the weights of the site of this name."""
-        return any(site.name == name for site, _ in self._confirmed)
+        return name in self._confirmed
 
     def tell(self) -> None:
         """Says once which sites were verified by gradients alone."""
@@ -144,17 +139,6 @@ class Verification:
             caution(
                 f"the weights of each head of {names} are known from gradients alone: {reason}"
             )
-
-
-def has_same_rows(site: AttentionSite, other: AttentionSite) -> bool:
-    """True if two sites are computed from the same rows of the same weights."""
-    return all(
-        len(slices) == len(others)
-        and all(
-            a.parameter == b.parameter and a.same(b) for a, b in zip(slices, others)
-        )
-        for slices, others in ((site.query, other.query), (site.key, other.key))
-    )
 
 
 # --- Running a module again
@@ -467,7 +451,7 @@ class Experiment:
             is_bent = (error > 1e-2 * size) & (error > 64 * self._rounding)
             if bool((is_bent | (size <= self._rounding)).any()):
                 return (
-                    f"multiplied by numbers of 0 to 16, the {words} rows did not change its logits in proportion: these "
+                    f"multiplied by 0 and by up to 16, the {words} rows did not change its logits in proportion: these "
                     "are not a plain product of queries and keys"
                 )
         return ""
