@@ -295,6 +295,10 @@ def slices_of(site: AttentionSite) -> list[HeadSlice]:
     return [x for term in site.terms for x in (*term.query, *term.key)]
 
 
+# Elements of the small matrices whose spectra are computed at once: 1 GiB.
+_ENTRIES = 1 << 27
+
+
 @final
 class StepSpectra:
     """Compares the q and k weights of several sites before and after a step, per query head [h].
@@ -325,6 +329,7 @@ class StepSpectra:
         """Must be called after the step; returns what the step added, or nothing if `before` was not called."""
         weights_before, self._before = self._before, {}
         numbers: dict[NumberKey, Tensor | Number] = {}
+        products: dict[tuple[int, ...], list[tuple[NumberKey, Tensor]]] = {}
         for site in self._sites if weights_before else ():
             factors: list[Tensor] = []
             for side, chains in chains_of(site).items():
@@ -345,6 +350,16 @@ class StepSpectra:
                 ratio = frobenius_norm(moved, site) / frobenius_norm(lasts[0], site)
                 numbers[site.name, f"{side}_update_ratio"] = ratio
             for name, product in zip(("delta2", "delta3"), step_products(*factors)):
-                for summary, values in spectrum(product)._asdict().items():
-                    numbers[site.name, f"{name}_{summary}"] = values
+                shape = tuple(product.shape[1:])
+                products.setdefault(shape, []).append(((site.name, name), product))
+        for same_shape in products.values():
+            # Each decomposition waits for the device once, so many sites share one.
+            n_sites = max(1, _ENTRIES // max(1, same_shape[0][1].numel()))
+            for i in range(0, len(same_shape), n_sites):
+                batch = same_shape[i : i + n_sites]
+                spectra = spectrum(torch.cat([product for _, product in batch]))
+                counts = [len(product) for _, product in batch]
+                for summary, values in spectra._asdict().items():
+                    for ((site_name, name), _), x in zip(batch, values.split(counts)):
+                        numbers[site_name, f"{name}_{summary}"] = x
         return numbers
