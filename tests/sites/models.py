@@ -136,6 +136,13 @@ def windows(q, k, v):
     return torch.einsum("bwhts,bwshd->bwthd", z.softmax(-1), v)
 
 
+def one_window(q, k, v):
+    """The scores of the first window for all of them: neither q nor k varies along the windows."""
+    z = causal(torch.einsum("bwthd,bwshd->bwhts", q[:, :1], k[:, :1]) * SCALE)
+    weights = z.expand(-1, v.shape[1], -1, -1, -1).softmax(-1)
+    return torch.einsum("bwhts,bwshd->bwthd", weights, v)
+
+
 def tiled(attend):
     """x-transformers: query head i uses key head i mod g."""
     return lambda q, k, v: attend(q, *(x.repeat(1, 1, H // 2, 1) for x in (k, v)))
@@ -381,6 +388,7 @@ CASES = {
     "heads and batch merged": of_attend(merged((2, 0, 1, 3), (1, 2, 0, 3))),
     "keys by queries": of_attend(turned),
     "windows": of_attend(windows, shape=(2, H, T, M)),
+    "scores of one window": of_attend(one_window, shape=(2, H, T, M)),
     "fused windows": of_attend(fused, shape=(2, H, T, M)),
     "grouped keys": of_attend(plain, groups=2),
     "fused grouped keys": of_attend(fused, groups=2),

@@ -128,6 +128,8 @@ class ByNumber(Heads):
             z = 5 * torch.tanh(q @ k.mT * scale / 5)
         else:
             z = q @ k.mT * scale
+        if does == "biased":
+            z = z + torch.arange(T)
         return from_heads(z.softmax(-1) @ v)
 
 
@@ -137,7 +139,7 @@ def facts(site):
     between = [s.parameter.split(".")[-1] for s in site.between]
     return (
         *(site.spec, weights, site.normed, gains, between),
-        *(site.verified, site.unscaled, len(site.value_weights)),
+        *(site.verified, site.unscaled, site.is_sum, len(site.value_weights)),
     )
 
 
@@ -163,7 +165,7 @@ def test_layers_of_which_one_takes_its_keys_as_values_are_told_apart(first):
 
 @pytest.mark.parametrize("first", ["plain", "normed", "stretched", "capped", "scaled"])
 @pytest.mark.parametrize(
-    "second", ["plain", "normed", "swapped", "cool", "capped", "scaled"]
+    "second", ["plain", "normed", "swapped", "cool", "capped", "scaled", "biased"]
 )
 def test_a_layer_is_what_it_is_alone(first, second, monkeypatch):
     monkeypatch.setattr(ByNumber, "table", (first, second, first))
@@ -184,4 +186,14 @@ def test_layers_may_refer_to_the_model_beside_its_tree(beside):
             layer.owner = [model]
         else:
             object.__setattr__(layer, "owner", model)
+    assert verified(find_sites(model, x())) == [True] * 3
+
+
+def test_weights_beside_the_tree_of_a_layer_are_never_copied():
+    """Those of a teacher in a list: a copy of these would take 1 EiB."""
+    model = nn.Sequential(*(Joint(fused_causal, M, H) for _ in range(3)))
+    teacher = nn.Linear(1, 1)
+    teacher.weight = nn.Parameter(torch.zeros(1, 1).expand(2**30, 2**28))
+    for layer in model:
+        layer.teachers = [teacher]
     assert verified(find_sites(model, x())) == [True] * 3

@@ -89,6 +89,9 @@ def test_the_rows_of_a_description_are_those_of_its_heads():
     # Zeroing a head's rows silences its logits and nobody else's.
     x = torch.randn(B, T, H * D)
     before = read(model, [site], x)["layers.0"][1].max_logit
+    of_query = described(model, key=lambda module, x: module.heads(x)[1])
+    assert (of_query.head_dim, of_query.terms) == (D, ())
+    assert torch.equal(read(model, [of_query], x)["layers.0"][1].max_logit, before)
     query.heads(model.get_parameter(query.parameter))[1] = 0
     model.get_parameter("layers.0.q_proj.bias").view(H, D)[1] = 0
     after = read(model, [site], x)["layers.0"][1].max_logit
