@@ -147,6 +147,16 @@ def late_processes():
     assert all(site.verified for site in searched(model))
 
 
+def a_fault_after_the_search():
+    """An audit looks at a pass of its own: a process that fails in it alone says so to the other."""
+    model = wrapped.wrapped(wrapped.llama(layers=1), "tp")
+    with planted(model, -1, lasting=False) as calls:
+        searched(model)
+    fault = planted(model, next(calls), lasting=True)
+    with fault, pytest.raises(QkeelError, match="boom"):
+        qkeel.explain(model, {"input_ids": wrapped.batch(0)[:2]})
+
+
 class Floats:
     """No tokens."""
 

@@ -4,6 +4,7 @@ import pytest
 from tests.forked import spawn
 
 from .searching import (
+    a_fault_after_the_search,
     faults_with_fully_shard,
     faults_with_split_heads,
     late_processes,
@@ -13,7 +14,7 @@ from .searching import (
 
 @pytest.mark.timeout(900)
 def test_a_fault_of_one_process_and_a_late_one_leave_nobody_waiting():
-    spawn(2, some_faults, late_processes, seconds=800)
+    spawn(2, a_fault_after_the_search, some_faults, late_processes, seconds=800)
 
 
 @pytest.mark.slow

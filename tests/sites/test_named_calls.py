@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+import qkeel
 from qkeel.capture import named_attention
 from qkeel.capture.intercept import CaptureMode
 from qkeel.capture.readers import SDPA
@@ -138,6 +139,16 @@ def test_calls_by_name_are_read_without_a_callback_for_each_torch_function(
         check(model, tap)
         assert bool(callbacks) == (i in (0, 1, 2, 4)), i
     assert F.scaled_dot_product_attention is SDPA
+
+
+def test_each_call_counts_in_passes_that_are_searched_everywhere_and_in_others():
+    model = stack(by_name, by_name)
+    with qkeel.watch(model, rules=[], every=1) as monitor:
+        for i in PASSES:
+            model(batch(i))
+            sample = monitor.sample
+            assert sample is not None
+            assert sample.monitor["calls"] == 2, i
 
 
 @pytest.mark.parametrize(

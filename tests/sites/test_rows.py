@@ -168,15 +168,15 @@ def test_planted_faults_are_told(planted):
         assert "from other weights" in of(term)
 
 
-@pytest.mark.parametrize("heads", [3, 5, 64, 70])
-def test_the_heads_of_a_permuted_projection_are_told_apart(heads):
-    """Whatever their number; verification takes about log₂ h changes."""
+@pytest.mark.parametrize(("heads", "width"), [(3, 8), (5, 1), (64, 8), (70, 8)])
+def test_the_heads_of_a_permuted_projection_are_told_apart(heads, width):
+    """Whatever their number; verification takes about log₂ h changes. Of width 1, the weight is a single column."""
 
     class Permuted(nn.Module):
         def __init__(self):
             super().__init__()
             torch.manual_seed(0)
-            self.qkv = nn.Linear(8, 3 * heads * 2)
+            self.qkv = nn.Linear(width, 3 * heads * 2)
             self.order = torch.randperm(heads)
 
         def forward(self, x):
@@ -184,7 +184,7 @@ def test_the_heads_of_a_permuted_projection_are_told_apart(heads):
             return (q[:, self.order] @ k.mT).softmax(-1) @ v
 
     model = Permuted()
-    (site,) = find_sites(model, torch.randn(2, 3, 8))
+    (site,) = find_sites(model, torch.randn(2, 3, width))
     assert site.verified
     rows = torch.arange(heads * 2).view(heads, 2)
     assert site.query[0].index.tolist() == rows[model.order].tolist()
