@@ -70,6 +70,7 @@ CLOSE = 1e-11
 NOT_COMPARED = {
     *("logit_change_rms", "non_finite"),
     *("finite_stages", "empty_sample", "empty_query", "output_gate"),
+    "sink_head_ratio",  # whether sink_share is above a threshold
     *(
         name for name in HEAD_FIELDS if name.startswith(("index_", "select_", "dense_"))
     ),  # of sparse layers
