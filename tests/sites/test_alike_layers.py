@@ -100,6 +100,15 @@ def test_any_permutation_of_heads_in_a_later_layer_is_seen(
     assert "changed the logits of" in sites[1].unverified
 
 
+def test_heads_whose_logits_are_next_to_nothing_do_not_confirm_their_rows():
+    model = layers(1)
+    model[0].order.copy_(torch.tensor([1, 0, 2, 3]))
+    with torch.no_grad():
+        for p in (model[0].q.weight, model[0].q.bias):
+            p[: 2 * D] *= 1e-8
+    assert verified(find_sites(model, x())) == [False]
+
+
 class ByNumber(Heads):
     """Heads that do what a table says of their layer, which no setting of the module shows."""
 
