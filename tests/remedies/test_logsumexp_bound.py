@@ -211,7 +211,7 @@ def test_no_second_pass_where_it_would_hang_or_see_other_inputs(reason, monkeypa
 
     torch._dynamo.reset()
     torch.manual_seed(11)
-    x = torch.randn(2, 9, 32)
+    x = torch.randn(3, 9, 32)
     model = (Writes if reason == "inputs" else Stack)(Layer(), Layer())
     optimizer = sgd(model, 0.0)
     run = torch.compile(model, backend="aot_eager")

@@ -4,6 +4,7 @@ import collections
 import copy
 import itertools
 
+import pytest
 import torch
 import torch.nn.functional as F
 from tests.attention import Attention, from_heads, to_heads
@@ -87,10 +88,23 @@ class Split(Heads):
         return from_heads(F.scaled_dot_product_attention(q, k, k))
 
 
-def test_what_only_all_tokens_show_is_a_site_that_is_not_verified():
-    first, second = find_sites(Heads(twice), tokens())
+class Written(Heads):
+    """Attention by hand, whose queries a site without weights does not know."""
+
+    def attended(self, x, mask=None):
+        q, k, _ = self.heads(x)
+        return from_heads((q @ k.mT).softmax(-1) @ k)
+
+
+@pytest.mark.parametrize(("kind", "size"), [(Heads, D), (Written, 0)])
+def test_what_only_all_tokens_show_is_a_site_without_weights(kind, size):
+    first, second = find_sites(kind(twice), tokens())
     assert (first.verified, second.verified) == (True, False)
+    assert (second.n_heads, second.n_kv_heads, second.head_dim) == (H, H, size)
     assert "not seen when its module ran alone" in second.why
+
+
+def test_heads_that_only_all_tokens_show_are_not_verified():
     (site,) = find_sites(Split(), tokens())
     assert site.unverified == f"the pass showed {2 * H} heads instead of {H}"
 
