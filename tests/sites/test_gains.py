@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.drawing import randn
-from tests.sites.models import CASES, D, H, changed, fused, rotated
+from tests.sites.models import CASES, D, H, changed, fused, plain, rotated
 from torch import nn
 
 from qkeel import find_sites
@@ -78,12 +78,14 @@ GAINS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("attend", "dtype"), [(plain, torch.float32), (fused, torch.bfloat16)]
+)
 @pytest.mark.parametrize("change", GAINS, ids=lambda change: change.__name__)
-def test_gains_and_their_entries_are_those_of_the_last_norm(change, dtype):
+def test_gains_and_their_entries_are_those_of_the_last_norm(change, attend, dtype):
     class Normed(changed(change)):
         def __init__(self):
-            super().__init__(fused)
+            super().__init__(attend)
             self.bias = nn.Parameter(randn(D, seed=2) / 4)
             self.wide = nn.Parameter(torch.rand(H * D) + 0.5)
             self.heads = nn.Parameter(torch.rand(H, 1) + 0.5)
