@@ -13,6 +13,8 @@ import qkeel
 from qkeel.capture import logsumexp
 from qkeel.sites import Tap
 
+CLIP = "qk_clip:threshold=100"
+
 
 class Layer(Attention):
     """Attention of four heads; `width` narrows the values."""
@@ -238,3 +240,24 @@ def test_no_second_pass_where_it_would_hang_or_see_other_inputs(reason, monkeypa
     # 7 observed too. On several processes all are.
     assert len(second_passes) == (6 if reason == "inputs" else 7)
     assert largest(model, x.clone()).max() < 5.001
+
+
+# torch's compiler asks every tensor for its gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("remedies", [["softcap:cap=1", CLIP], [CLIP, "softcap:cap=1"]])
+def test_a_clip_leaves_a_remedy_that_changes_the_call_in_compiled_code(remedies):
+    # What modes can change is listed once in a process.
+    torch.overrides._get_overridable_functions.cache_clear()
+    torch._dynamo.variables.torch.get_overridable_functions.cache_clear()
+    x, weights = torch.randn(2, 8, 32), []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(Layer())
+        optimizer = sgd(model)
+        for remedy in remedies:
+            qkeel.apply(model, remedy, optimizer, batch=x)
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        step(run, optimizer, x)
+        weights.append(model[0].q.weight.detach().clone())
+    assert_close(*weights)

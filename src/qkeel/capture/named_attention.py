@@ -97,6 +97,9 @@ def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
     mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
     is_object = mask is not None and is_mask_object(mask)
     if torch.compiler.is_compiling():
+        # A mode may make another call of this one, as remedies do that change it, and sees no operator of qkeel's.
+        if number_of_modes():
+            return SDPA(*args, **kwargs)
         if not is_object:
             return _in_graph(args, kwargs)
         # As torch would dispatch the call; the mask object compares the function with the one that stands under its
@@ -221,6 +224,8 @@ def hold_name() -> bool:
     with _LOCK:
         if F.scaled_dot_product_attention not in (SDPA, scaled_dot_product_attention):
             return False
+        # torch lists once what modes can change, by name; the compiler hides from modes what is not in that list.
+        torch.overrides.get_overridable_functions()
         _holders[0] += 1
         F.scaled_dot_product_attention = scaled_dot_product_attention
         return True
