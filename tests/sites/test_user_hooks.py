@@ -195,6 +195,12 @@ def returns_early(module, args, output):
     CALLS.append(1)
 
 
+def records_in_both_branches(module, args, output):
+    if module.training:
+        return CALLS.append(1)
+    return OUTPUTS.update({1: output.detach()})
+
+
 @pytest.mark.parametrize(
     ("hook", "expected"),
     [
@@ -209,6 +215,7 @@ def returns_early(module, args, output):
         (lambda module, args, output: output * 2, False),
         (lambda module, args, output: (CALLS.append(1), output)[1], False),
         (returns_early, True),
+        (records_in_both_branches, True),
         (returns_number, False),
         (returns_in_one_branch, False),
     ],

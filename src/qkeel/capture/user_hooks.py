@@ -6,7 +6,6 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-import itertools
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -170,38 +169,35 @@ def _result(code: types.CodeType, or_argument: bool) -> bool | str:
     """Whether a function returns nothing (or an argument), or the name of the function whose result it returns."""
     if code.co_flags & _IS_GENERATOR:
         return False
-    instructions = [*dis.get_instructions(code)]
+    result: bool | str = True
     kept = {*code.co_varnames[: code.co_argcount]} if or_argument else set()
-    kept -= {x.argval for x in instructions if x.opname == "STORE_FAST"}
-    values = []
-    for before, instruction in itertools.pairwise(instructions):
-        is_none = before.opname == "LOAD_CONST" and before.argval is None
-        is_none |= before.opname == "LOAD_FAST" and before.argval in kept
-        if instruction.opname == "RETURN_VALUE" and not is_none:
-            values.append(before.opname)
-        if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
-            return False
-    if not values:
-        return True
-    # One expression, which is a call: what it calls is at the bottom of the stack.
-    is_call = len(values) == 1 and values[0].startswith("CALL")
-    if not is_call or any("JUMP" in x.opname for x in instructions):
-        return False
-    depth = 0
-    methods: list[str] = []
-    functions: list[str] = []
-    for instruction in instructions[:-1]:
+    kept -= {x.argval for x in dis.get_instructions(code) if x.opname == "STORE_FAST"}
+    # The object of the call that is evaluated last lies at the bottom of the stack, and so does its method.
+    depth, method, function, before = 0, "", "", None
+    for instruction in dis.get_instructions(code):
         name = instruction.opname
+        if name == "RETURN_CONST" and instruction.argval is not None:
+            return False
+        if name == "RETURN_VALUE" and before is not None:
+            is_none = before.opname == "LOAD_CONST" and before.argval is None
+            is_none |= before.opname == "LOAD_FAST" and before.argval in kept
+            is_call = before.opname.startswith("CALL")
+            if is_call and function and not method and result in (True, function):
+                result = function
+            elif not (is_none or (is_call and method in _RETURN_NOTHING)):
+                return False
         if name in ("LOAD_METHOD", "LOAD_ATTR") and depth == 1:
-            methods.append(instruction.argval)
+            method = instruction.argval
         if name in ("LOAD_GLOBAL", "LOAD_DEREF") and depth <= 1:
-            functions.append(instruction.argval)
-        depth += dis.stack_effect(instruction.opcode, instruction.arg)
+            function = instruction.argval
+        if name == "RETURN_VALUE" or name.startswith("JUMP"):
+            depth = 0
+        else:
+            depth += dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
         if depth <= 0:
-            methods, functions = [], []
-    if methods:
-        return methods[-1] in _RETURN_NOTHING
-    return functions[-1] if functions else False
+            method = function = ""
+        before = instruction
+    return result
 
 
 def _writes_state(hook: Callable[..., Any]) -> bool:
